@@ -144,21 +144,55 @@ class OptimizerError(InputError):
     """A plan updates where, or in parts that, the optimizer cannot."""
 
 
-def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
-    """Return an error for an unknown name that lists the allowed names and suggests the closest."""
+#: More names than this are not listed in an error, if there is another way to list them.
+_FEW = 12
+#: Names with more characters than this are close to no other.
+_LONGEST_NAME = 100
+#: Names this close to the given one are typing mistakes, so that no other can be meant.
+_ALMOST_EQUAL = 0.9
+
+
+def unknown_name(what: str, given: str, allowed: Iterable[str], listed_by: str = "") -> InputError:
+    """Return an error for an unknown name that suggests the closest ones, then lists all.
+
+    Args:
+        what: kind of the name.
+        given: the unknown name.
+        allowed: all names.
+        listed_by: the command that lists the names, which stands for a long list.
+    """
     names = sorted(allowed)
-    return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{suggestion(given, names)}")
+    near = closest(given, names)
+    meant = f"did you mean {alternatives(near)}? " if near else ""
+    rest = f"{listed_by} lists all {len(names)}" if listed_by and len(names) > _FEW else f"choose one of {', '.join(names)}"
+    return InputError(f"unknown {what} {given!r}: {meant}{rest}")
 
 
 def suggestion(given: str, allowed: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the closest allowed name, whatever its case; empty if none is close.
+    """Return ``; did you mean 'x'?`` for the closest allowed name, whatever its case; empty if none is close."""
+    near = closest(given, allowed)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
-    Of an identifier such as ``owner/name``, the name counts. A name that begins like the given one also counts as close.
+
+def closest(given: str, allowed: Iterable[str]) -> list[str]:
+    """Return up to three allowed names that are close to ``given``, whatever their case, closest first.
+
+    Of an identifier such as ``owner/name``, the name counts. If no name is close, those that contain the given one are.
     """
     folded = {name.casefold(): name for name in sorted(allowed, reverse=True)}
     wanted = given.rstrip("/").rpartition("/")[2].casefold()
-    near = difflib.get_close_matches(wanted, folded, n=1) or ([name for name in sorted(folded) if name.startswith(wanted)])
-    return f"; did you mean {folded[near[0]]!r}?" if wanted and near else ""
+    if len(wanted) > _LONGEST_NAME:  # comparing takes a time that grows with the square of its length
+        return []
+    near = difflib.get_close_matches(wanted, folded) or [name for name in sorted(folded) if wanted and wanted in name][:3]
+    if near and difflib.SequenceMatcher(None, wanted, near[0]).ratio() >= _ALMOST_EQUAL:
+        near = near[:1]
+    return [folded[name] for name in near]
+
+
+def alternatives(names: Iterable[str]) -> str:
+    """Return names as ``'a', 'b' or 'c'``."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def check_member(field: str, value: object, enum: type[StrEnum]) -> None:

@@ -83,6 +83,13 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
+def format_ratio(seconds: float, than: float) -> str:
+    """Format how much slower or faster a time is than another: ``12 % slower``, or if it is at least twice, ``8.6x faster``."""
+    ratio = max(seconds, than) / min(seconds, than)
+    size = f"{100 * (ratio - 1):.0f} %" if ratio < 2 else f"{ratio:.1f}x"
+    return f"{size} {'slower' if seconds >= than else 'faster'}"
+
+
 def rounded_when_pinned(size_bytes: int) -> int:
     """Return what PyTorch's pinned allocator takes for ``size_bytes``: the next power of two (``CachingHostAllocator``)."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

@@ -6,16 +6,23 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from autohete.answer.draws import Sampling
+from autohete.errors import InputError
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.profile import Profile
+from autohete.quantities import format_seconds
 from autohete.schedule import GPU_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
 from autohete.simulate.summary import Summary
+from autohete.tabular import frame, html_table
 from autohete.workload import Workload
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: Relative differences of times below this are treated as ties.
 NOISE = 0.01
@@ -249,6 +256,51 @@ class Answer:
     given: tuple[str, ...]
     chosen: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        best = (
+            "nothing fits" if self.best is None else f"{self.best.name} takes {format_seconds(self.best.seconds)} per iteration"
+        )
+        return f"<Answer: {self.profile.workload.name} on {self.profile.hardware.name}: {best}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            f"{self.profile.workload.name} on {self.profile.hardware.name}",
+            (
+                {
+                    "policy": each.name,
+                    "verdict": each.summary.verdict,
+                    "iteration": format_seconds(each.seconds) if each.fits else "-",
+                    "tokens/s": f"{each.summary.tokens_per_second:,.0f}" if each.summary.tokens_per_second else "-",
+                    "why": each.summary.explanation,
+                }
+                for each in self.candidates
+            ),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of ``autohete plan --json``: everything, in SI units."""
+        from autohete.answer.answer_document import answer_json
+
+        return answer_json(self)
+
+    def to_frame(self) -> DataFrame:
+        """Return a frame of pandas with a row for each policy, in the order of :attr:`candidates`.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return frame(self.to_dict()["policies"])
+
+    def gantt(self, iterations: int = 2) -> Any:
+        """Return a figure of matplotlib with the best plan, see :meth:`autohete.simulate.Simulation.gantt`.
+
+        Raises:
+            InputError: nothing fits.
+        """
+        if self.simulation is None:
+            raise InputError("there is nothing to draw: nothing fits; needs has the least memory with which something does")
+        return self.simulation.gantt(iterations)
 
     @property
     def best(self) -> Candidate | None:

@@ -14,11 +14,15 @@ from typing import NoReturn, TextIO
 from cyclopts import App, CycloptsError
 
 from autohete.cli.compare import compare
+from autohete.cli.examples import EXAMPLES
+from autohete.cli.family import largest
+from autohete.cli.groups import OTHERS
 from autohete.cli.hardware import hardware
 from autohete.cli.interrupt import interruptible
 from autohete.cli.plan import plan
 from autohete.cli.presets import presets
 from autohete.cli.profile import profile
+from autohete.cli.schemas import schema
 from autohete.cli.simulate import simulate
 from autohete.cli.sweep import sweep
 from autohete.cli.train import train
@@ -28,9 +32,17 @@ app = App(
     name="autohete",
     help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
     help_format="markdown",
+    group_parameters=OTHERS,
 )
-for _command in (simulate, sweep, compare, train, profile, plan, presets, hardware):
-    app.command(_command)
+for _command in (simulate, sweep, compare, train, profile, plan, largest, presets, hardware, schema):
+    _name = _command.name[0] if isinstance(_command, App) else _command.__name__
+    _epilogue = "Examples:\n\n" + "\n\n".join(f"`autohete {_name} {example}`" for example in EXAMPLES[_name])
+    if isinstance(_command, App):
+        _command.help_epilogue = _epilogue
+        app.command(_command)
+    else:
+        app.command(_command, help_epilogue=_epilogue)
+app.register_install_completion_command(help="Let the shell complete commands and options.")
 
 
 def _refuse(app: App, message: str) -> NoReturn:

@@ -237,7 +237,7 @@ def check_keys(keys: Sequence[str], nodes: Iterable[str]) -> None:
     meant = [SHORT_FOR.get(key, key) for key in keys]
     for key, meaning in zip(keys, meant, strict=True):
         if key not in allowed:
-            raise unknown_name("key of --over", key, allowed)
+            raise unknown_name("key of --over", key, allowed, "autohete sweep --help, with autohete hardware show NAME,")
         if meant.count(meaning) > 1:
             raise InputError(f"{key} is given twice: give all its values in one --over, and no option or --set for it")
 

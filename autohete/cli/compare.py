@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from autohete.cli.groups import JsonSwitch, OutputFile
 from autohete.cli.outputs import check_outputs
 
 
@@ -17,8 +15,8 @@ def compare(
     b: str,
     /,
     *,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
-    gantt: str | None = None,
+    json_: JsonSwitch = False,
+    gantt: OutputFile = None,
 ) -> None:
     """Explain where two runs of one schedule differ, such as a simulated and a measured one.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cyclopts import App
 
+from autohete.cli.named import HardwareName
 from autohete.cli.outputs import check_outputs
 from autohete.errors import InputError
 
@@ -14,7 +15,7 @@ hardware = App(name="hardware", help="Show, check and begin hardware files.")
 
 
 @hardware.command
-def show(name: str, /) -> None:
+def show(name: HardwareName, /) -> None:
     """Show every figure of a hardware with its range, date and source.
 
     Parameters
@@ -47,7 +48,7 @@ def check(file: str, /) -> None:
 
 
 @hardware.command
-def new(file: str, /, *, base: str) -> None:
+def new(file: str, /, *, base: HardwareName) -> None:
     """Write a hardware file to fill in: it takes over all of its base, whose figures are in it as comments.
 
     Parameters

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.groups import HARDWARE, OUTPUT, POLICY, TRAINING, OutputFile
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, SYSTEM_MEMORY, Question, Whole
 from autohete.cli.stages import Stages
@@ -31,21 +32,22 @@ _TOKENS, _ITERATION_TOKENS = "1B", "65536"
 def plan(
     *,
     question: Question = BLANK,
-    policy: str | None = None,
+    policy: Annotated[str | None, Parameter(group=POLICY)] = None,
     max_: Annotated[Literal["batch", "sequence", "blocks", "all"] | None, Parameter(name="--max")] = None,
-    tokens: str | None = None,
-    iteration_tokens: str = _ITERATION_TOKENS,
+    tokens: Annotated[str | None, Parameter(group=TRAINING)] = None,
+    iteration_tokens: Annotated[str, Parameter(group=TRAINING)] = _ITERATION_TOKENS,
     draws: Whole = 16,
     seed: Whole = 0,
-    price: tuple[str, ...] = (),
+    price: Annotated[tuple[str, ...], Parameter(group=HARDWARE, negative=(), show_default=False)] = (),
     fast: Annotated[bool, Parameter(negative=())] = False,
     timeout: float | None = None,
     jobs: Whole | None = None,
-    schedule: str | None = None,
-    html: str | None = None,
-    gantt: str | None = None,
+    schedule: OutputFile = None,
+    html: OutputFile = None,
+    gantt: OutputFile = None,
     json_: Annotated[
-        tuple[str, ...] | None, Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]")
+        tuple[str, ...] | None,
+        Parameter(name="--json", negative=(), consume_multiple=(0, 1), metavar="[FILE]", group=OUTPUT),
     ] = None,
 ) -> None:
     """Answer whether a model trains on a hardware: the best plan, how fast it is, and what would make it faster.
@@ -219,7 +221,7 @@ def with_options(result: Answer) -> Answer:
 
 
 def _json(result: Answer) -> str:
-    from autohete.report.answer_json import answer_json
+    from autohete.answer.answer_document import answer_json
 
     return json.dumps(answer_json(result), indent=2, ensure_ascii=True)
 
@@ -246,16 +248,9 @@ def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
     if "--schedule" in outputs:
         write_text(outputs["--schedule"], str(simulation.schedule))
     if "--gantt" in outputs:
-        from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
-        from autohete.simulate.summary import node_text
 
-        trace, steady = simulation.trace, simulation.steady
-        hardware = simulation.profile.hardware
-        where = node_text(hardware.name, hardware.gpus)
-        title = f"{simulation.profile.workload.name} on {where}: {simulation.plan.policy}"
-        last = min(steady.first + 1, trace.iterations - 1)
-        save_figure(combined_figure(trace, simulation.gpu, steady.first, last, title), outputs["--gantt"])
+        save_figure(simulation.gantt(), outputs["--gantt"])
 
 
 def _print_policy(
@@ -265,9 +260,9 @@ def _print_policy(
     from autohete.files import write_text
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
-    from autohete.report.answer_json import plan_json
     from autohete.report.answer_text import largest_text
     from autohete.simulate.largest import largest
+    from autohete.simulate.plan_document import plan_json
     from autohete.simulate.summary import answer
 
     asked = parse_policy(policy)
@@ -279,12 +274,7 @@ def _print_policy(
         _write_simulation(simulation, outputs)
     elif "--schedule" in outputs or "--gantt" in outputs:
         raise InputError(f"there is no schedule to write: {summary.explanation}")
-    document = plan_json(summary, simulation)
-    if len(grown) == 1:
-        document |= {"largest": grown[0].value, "limit": grown[0].limit}
-    elif grown:
-        document["largest"] = [{"figure": one.figure, "value": one.value, "limit": one.limit} for one in grown]
-    text = json.dumps(document, indent=2, ensure_ascii=True)
+    text = json.dumps(plan_json(summary, simulation, tuple(grown)), indent=2, ensure_ascii=True)
     if "--json" in outputs:
         write_text(outputs["--json"], text + "\n")
     if json_ is None or "--json" in outputs:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
+from autohete.cli.groups import HARDWARE, OUTPUT
 from autohete.cli.outputs import check_outputs
 from autohete.cli.runtime import check_runtime
 from autohete.cli.text_options import PLAIN_MODEL, TextModel
 
 
 def profile(
-    out: str,
+    out: Annotated[str, Parameter(group=OUTPUT)],
     *,
-    device: Literal["emulated", "cuda"] = "emulated",
-    gpu_memory: str | None = None,
+    device: Annotated[Literal["emulated", "cuda"], Parameter(group=HARDWARE)] = "emulated",
+    gpu_memory: Annotated[str | None, Parameter(group=HARDWARE)] = None,
     model: TextModel = PLAIN_MODEL,
-    drive: str | None = None,
-    quick: bool = False,
+    drive: Annotated[str | None, Parameter(group=HARDWARE)] = None,
+    quick: Annotated[bool, Parameter(group=HARDWARE)] = False,
 ) -> None:
     """Measure this machine, and one block of each kind of a GPT; write both to OUT (.json).
 

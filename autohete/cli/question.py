@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 
+from autohete.cli.groups import HARDWARE, MODEL, TRAINING
+from autohete.cli.named import HardwareName
 from autohete.errors import InputError, check_fields
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
@@ -57,7 +59,7 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
 Whole = Annotated[int, Parameter(converter=_whole)]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=TRAINING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Figures of a workload; None leaves a figure unchanged. Fields are named as in ``Workload``; each becomes an option.
@@ -110,16 +112,16 @@ class Shape:
         Train only this many of the last transformer blocks, and the head; all other parameters are frozen.
     """
 
-    hidden_size: Annotated[Whole | None, Parameter(name="--hidden")] = None
-    transformer_blocks: Annotated[Whole | None, Parameter(name="--blocks")] = None
-    heads: Whole | None = None
-    vocabulary_size: Annotated[Whole | None, Parameter(name="--vocabulary")] = None
+    hidden_size: Annotated[Whole | None, Parameter(name="--hidden", group=MODEL)] = None
+    transformer_blocks: Annotated[Whole | None, Parameter(name="--blocks", group=MODEL)] = None
+    heads: Annotated[Whole | None, Parameter(group=MODEL)] = None
+    vocabulary_size: Annotated[Whole | None, Parameter(name="--vocabulary", group=MODEL)] = None
     sequence_length: Whole | None = None
     batch_size: Whole | None = None
     micro_batches: Whole | None = None
     clip_norm: float | None = None
     precision: Literal["bf16", "fp16", "fp32", "fp8"] | None = None
-    tied_embeddings: bool | None = None
+    tied_embeddings: Annotated[bool | None, Parameter(group=MODEL)] = None
     kernels: Kernels | None = None
     units: Units | None = None
     chunked_loss: bool | None = None
@@ -183,7 +185,7 @@ class Shape:
         return Workload(f"{self.transformer_blocks}x{self.hidden_size}", **changes)  # type: ignore[arg-type]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=HARDWARE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The subject of a simulation: a workload on a hardware, or a measured profile.
@@ -191,14 +193,15 @@ class Question:
     Parameters
     ----------
     model:
-        A named model (`autohete presets` lists them), or a config.json as it lies beside a model's weights; the options below
-        change single figures.
+        A named model (`autohete presets models` lists them), also as the Hugging Face Hub names it, such as Qwen/Qwen3-8B; one
+        in the Hub's local cache; or a config.json, or a folder with it. The options below change single figures.
     workload:
-        A named GPT-like workload of the paper (`autohete presets` lists them).
+        A named GPT-like workload of the paper (`autohete presets workloads` lists them).
     profile:
         A file written by `autohete profile`: measured times and sizes instead of a workload and a hardware.
     hardware:
-        A preset's name, a TOML file, or the profile (.json) of a machine.
+        A preset's name (`autohete presets hardware` lists them) or a part of it, such as 4090; a TOML file, or the profile
+        (.json) of a machine.
     set_:
         Change a hardware figure: KEY=VALUE, with its unit, such as links.h2d.bandwidth=50GB/s. Repeatable.
     gpu_memory:
@@ -213,11 +216,11 @@ class Question:
         GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
     """
 
-    model: str | None = None
-    workload: str | None = None
+    model: Annotated[str | None, Parameter(group=MODEL)] = None
+    workload: Annotated[str | None, Parameter(group=MODEL)] = None
     shape: Shape = Shape()
-    profile: str | None = None
-    hardware: str = DEFAULT_HARDWARE
+    profile: Annotated[str | None, Parameter(group=MODEL)] = None
+    hardware: HardwareName = DEFAULT_HARDWARE
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = ()
     gpu_memory: str | None = None
     host_memory: str | None = None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
+from autohete.cli.groups import JsonSwitch, OutputFile, Policies
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, Question
 from autohete.errors import InputError
@@ -20,11 +18,11 @@ if TYPE_CHECKING:
 def simulate(
     *,
     question: Question = BLANK,
-    policy: Annotated[list[str] | None, Parameter(negative=())] = None,
-    trace: str | None = None,
-    gantt: str | None = None,
-    memory: str | None = None,
-    json_: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    policy: Policies = None,
+    trace: OutputFile = None,
+    gantt: OutputFile = None,
+    memory: OutputFile = None,
+    json_: JsonSwitch = False,
 ) -> None:
     """Simulate training under one or more policies.
 
@@ -70,7 +68,9 @@ def simulate(
     if outputs:
         _write_outputs(answers[0], outputs)
     if json_:
-        objects = [asdict(summary) for summary in summaries]
+        from autohete.simulate.plan_document import simulation_json
+
+        objects = list(map(simulation_json, summaries))
         print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=2, ensure_ascii=True))
     else:
         from autohete.report.tables import print_summaries
@@ -93,10 +93,9 @@ def _write_outputs(result: tuple[Summary, Simulation | None], outputs: dict[str,
 
         write_perfetto(outputs["--trace"], trace, occupancies)
     if "--gantt" in outputs:
-        from autohete.report.gantt import combined_figure
         from autohete.report.style import save_figure
 
-        save_figure(combined_figure(trace, simulation.gpu, first, last, title), outputs["--gantt"])
+        save_figure(simulation.gantt(), outputs["--gantt"])
     if "--memory" in outputs:
         from autohete.report.gantt import memory_figure, window_ns
         from autohete.report.style import save_figure

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from autohete.cli import groups
 from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
@@ -35,16 +36,16 @@ _TRIED = 100
 
 def sweep(
     *,
-    out: str,
+    out: Annotated[str, Parameter(group=groups.OUTPUT)],
     question: Question = BLANK,
-    policy: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
+    policy: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False, group=groups.POLICY)] = (),
     over: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
     grid: str | None = None,
     jobs: Whole | None = None,
     cluster: str | None = None,
     resume: Annotated[bool, Parameter(negative=())] = False,
     sensitivity: Annotated[bool, Parameter(negative=())] = False,
-    plot: str | None = None,
+    plot: groups.OutputFile = None,
 ) -> None:
     """Simulate many settings, in parallel: every combination of some values.
 

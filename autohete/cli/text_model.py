@@ -276,7 +276,7 @@ def _train(
     budget = format_bytes(prediction.gpu.capacity_bytes) if share < 1000 else "no limit"
     print_text(
         out,
-        f"{prediction.plan.policy}: plan {prediction.plan.counts}; device memory {budget}, resident it would need "
+        f"{prediction.plan.policy}: {prediction.plan.counts.words}; device memory {budget}, resident it would need "
         f"{format_bytes(trainer.resident_bytes)}; measured and planned in {prepared:.1f} s",
     )
     if trainer.slowdown > 1:

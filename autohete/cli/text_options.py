@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.groups import HARDWARE, MODEL, OUTPUT, POLICY, TRAINING
+from autohete.cli.named import HardwareName
 from autohete.cli.question import Whole
 from autohete.errors import InputError, check_fields
 from autohete.workload import Precision, Units, Workload
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=MODEL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
     """A GPT and the text to train it on.
@@ -83,7 +85,7 @@ class TextModel:
         )
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=TRAINING)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTraining:
     """How the GPT is trained. Most options are those of :class:`autohete.Trainer`.
@@ -131,22 +133,22 @@ class TextTraining:
         states. Exit code 1 if anything differs.
     """
 
-    policy: str = "autohete"
-    gpus: Whole = 1
-    device: Literal["emulated", "cuda"] = "emulated"
-    gpu_memory: str = "25%"
-    host_memory: str | None = None
-    pinned_memory: str | None = None
+    policy: Annotated[str, Parameter(group=POLICY)] = "autohete"
+    gpus: Annotated[Whole, Parameter(group=HARDWARE)] = 1
+    device: Annotated[Literal["emulated", "cuda"], Parameter(group=HARDWARE)] = "emulated"
+    gpu_memory: Annotated[str, Parameter(group=HARDWARE)] = "25%"
+    host_memory: Annotated[str | None, Parameter(group=HARDWARE)] = None
+    pinned_memory: Annotated[str | None, Parameter(group=HARDWARE)] = None
     steps: Whole = 60
     micro_batches: Whole = 1
     lr: float | None = None
     clip_norm: float | None = None
     seed: Whole = 0
-    mode: Literal["native", "paced"] = "native"
-    hardware: str | None = None
-    profile: str | None = None
+    mode: Annotated[Literal["native", "paced"], Parameter(group=HARDWARE)] = "native"
+    hardware: Annotated[HardwareName | None, Parameter(group=HARDWARE)] = None
+    profile: Annotated[str | None, Parameter(group=HARDWARE)] = None
     refine: bool = True
-    drive: str | None = None
+    drive: Annotated[str | None, Parameter(group=HARDWARE)] = None
     skip_nonfinite: bool = False
     verify: Whole | None = None
 
@@ -175,7 +177,7 @@ class TextTraining:
             raise InputError("a profile includes its hardware: leave out --hardware, or leave out --profile")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=MODEL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolders:
     """A model of Hugging Face to train instead of a small GPT.
@@ -221,7 +223,7 @@ class ModelFolders:
             raise InputError("--model needs --out: give a new folder for the trained model")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOptions:
     """How to save a training, and to continue it.
@@ -259,7 +261,7 @@ class SavingOptions:
             raise InputError(f"save_every is {self.save_every}: it must be at least 1 step")
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineFiles:
     """The files that a training writes; None: it is not written.

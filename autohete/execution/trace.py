@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autohete.errors import check_fields
 from autohete.schedule import Discipline, Schedule, TaskId, urgency
+from autohete.tabular import frame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Nanoseconds = NDArray[np.int64]
 
@@ -79,6 +84,30 @@ class Trace:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def __repr__(self) -> str:
+        tasks = len(self.schedule.tasks)
+        return f"<Trace: {self.iterations} iterations of {tasks:,} tasks in {self.makespan_seconds:.6g} s, {self.clock}>"
+
+    def to_frame(self) -> DataFrame:
+        """Return a frame of pandas with a row for each span, in seconds from the start of the run.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return frame(
+            {
+                "iteration": span.iteration,
+                "task": str(span.task),
+                "kind": str(span.task.kind),
+                "unit": span.task.unit,
+                "lane": span.lane,
+                "ready_seconds": span.ready_ns * 1e-9,
+                "start_seconds": span.start_ns * 1e-9,
+                "end_seconds": span.end_ns * 1e-9,
+            }
+            for span in self.spans()
+        )
 
     @property
     def iterations(self) -> int:

@@ -4,7 +4,7 @@ A file and its bases make one document (``document.py``); :class:`HardwareFile` 
 has the plain numbers for the model (``node.py``).
 """
 
-from autohete.hardware.document import preset_names
+from autohete.hardware.document import preset_names, presets_like
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.hardware.schema import (
     HardwareFile,
@@ -31,6 +31,7 @@ __all__ = [
     "left_out",
     "load_hardware",
     "preset_names",
+    "presets_like",
     "read_hardware",
     "uncertain_figures",
     "written_figures",

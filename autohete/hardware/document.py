@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,21 @@ def preset_names() -> tuple[str, ...]:
     """Return the names of the hardware presets that come with the package."""
     folder = resources.files("autohete.hardware") / "presets"
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def presets_like(text: str) -> list[str]:
+    """Return the presets whose names have all parts of ``text``, such as ``4090`` or ``RTX 4090``, in any case.
+
+    A part is all of a number or of a word: B300 is no part of gb300. If one preset has just these parts, it is the only one.
+    """
+    parts = [part for part in re.split(r"[\s_-]+", text.casefold()) if part]
+    same = [name for name in preset_names() if name.split("-") == parts]
+    return same or [name for name in preset_names() if parts and all(_is_part(part, name) for part in parts)]
+
+
+def _is_part(part: str, name: str) -> bool:
+    before, after = (r"\d" if end.isdecimal() else "[a-z]" for end in (part[0], part[-1]))
+    return re.search(f"(?<!{before}){re.escape(part)}(?!{after})", name) is not None
 
 
 def read_chain(source: str) -> list[Document]:
@@ -147,7 +163,7 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
         raise InputError(f"hardware file {asked!r} is not UTF-8 text: give a TOML file") from error
     except ValueError as error:  # a NUL in the path
         raise InputError(f"hardware file {asked!r} cannot be read: {error}; give a preset, a TOML file or a profile") from error
-    raise unknown_name("hardware", asked, [*preset_names(), "FILE.toml"])
+    raise unknown_name("hardware", asked, [*preset_names(), "FILE.toml"], "autohete presets hardware")
 
 
 @lru_cache(maxsize=64)
@@ -273,7 +289,7 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
         if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):
             raise InputError(f"{key} cannot be set: the hardware is unified, with one pool of memory: set gpu.memory instead")
         if key not in known:
-            raise unknown_name("hardware figure", key, known)
+            raise unknown_name("hardware figure", key, known, "autohete hardware show NAME")
         *tables, name = key.split(".")
         node = changes
         for table in tables:

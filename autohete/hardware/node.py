@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
+from autohete.documents import as_json
 from autohete.errors import InputError
-from autohete.quantities import rounded_when_pinned
+from autohete.quantities import format_bytes, rounded_when_pinned
+from autohete.tabular import facts_html
 
 #: Rates that differ by less are equal: measured ones are written with six digits.
 _ROUNDING = 1 + 1e-5
@@ -252,6 +255,23 @@ class Hardware:
     interconnect: Interconnect | None = None
     gpus: int = 1
     unified: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Hardware {self.name}: {', '.join(f'{value} {name}' for name, value in self._memories().items())}>"
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.name, self._memories())
+
+    def _memories(self) -> dict[str, str]:
+        """The GPUs and all memories, in words."""
+        sizes = {"GPU": self.gpu.memory_bytes, "host": self.host.memory_bytes}
+        sizes |= {place.name: place.capacity_bytes for place in self.places}
+        texts = {f"{name} memory": format_bytes(size) for name, size in sizes.items() if size}
+        return {"GPUs": str(self.gpus)} | texts if self.gpus > 1 else texts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures in SI units, as :func:`json.dumps` takes them."""
+        return dict(as_json(self))
 
     @property
     def remarks(self) -> tuple[str, ...]:

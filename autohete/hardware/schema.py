@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
-from autohete.quantities import EXAMPLES, parse_quantity
+from autohete.quantities import EXAMPLES, UNITS, parse_quantity
 
 
 def _quantity(dimension: str) -> Callable[[object], object]:
@@ -29,6 +29,13 @@ def _quantity(dimension: str) -> Callable[[object], object]:
     return read
 
 
+def _text(dimension: str) -> WithJsonSchema:
+    """Return the schema of a figure with a unit, which a file has as text."""
+    units = "|".join(sorted(UNITS[dimension], key=len))
+    pattern = rf"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*({units})\s*$"
+    return WithJsonSchema({"type": "string", "pattern": pattern, "examples": [EXAMPLES[dimension]]})
+
+
 def _name_of_place(value: str) -> str:
     try:
         check_place_name(value)
@@ -37,13 +44,22 @@ def _name_of_place(value: str) -> str:
     return value
 
 
-_Size = Annotated[float, BeforeValidator(_quantity("bytes")), Field(ge=1, le=2.0**60)]
-_Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=1e3, le=1e18)]
-_Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21)]
-_Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=10)]
+_Size = Annotated[float, BeforeValidator(_quantity("bytes")), Field(ge=1, le=2.0**60), _text("bytes")]
+_Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=1e3, le=1e18), _text("bandwidth")]
+_Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21), _text("rate")]
+_Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=10), _text("time")]
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Cores = Annotated[float, Field(ge=0.1, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
+_KINDS: dict[str, object] = {
+    "Size": _Size,
+    "Bandwidth": _Bandwidth,
+    "Rate": _Rate,
+    "Time": _Time,
+    "Share": _Share,
+    "Cores": _Cores,
+    "Count": _Count,
+}
 #: Stands for the name of a place in keys.
 _ANY_PLACE = "NAME"
 _PlaceName = Annotated[str, BeforeValidator(_name_of_place)]
@@ -64,6 +80,11 @@ class Figure(_Table, Generic[_Value]):
     source: str = Field(min_length=1)
     date: str = Field(pattern=r"^\d{4}(-\d{2}){0,2}$")
     range: tuple[_Value, _Value] | None = None
+
+    @classmethod
+    def model_parametrized_name(cls, params: tuple[Any, ...]) -> str:
+        """Name figures by what they measure, as their schema does."""
+        return f"{cls.__name__}Of{next((name for name, kind in _KINDS.items() if kind is params[0]), 'Any')}"
 
     @model_validator(mode="after")
     def _in_range(self) -> Self:

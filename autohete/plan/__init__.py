@@ -65,6 +65,17 @@ class PlanCounts:
     def __str__(self) -> str:
         return f"{self.checkpointed_units}c {self.offloaded_parameter_units}p {self.offloaded_optimizer_units}o of {self.units}"
 
+    @property
+    def words(self) -> str:
+        """The counts in words, without those that are 0."""
+        counts = {
+            "recompute": self.checkpointed_units,
+            "offload parameters": self.offloaded_parameter_units,
+            "update on the CPU": self.offloaded_optimizer_units,
+        }
+        said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"of {self.units} units, {said or 'none recompute, offload parameters or update on the CPU'}"
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlots:

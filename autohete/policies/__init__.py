@@ -114,7 +114,7 @@ def parse_policy(text: str) -> NamedPolicy:
     elif flags and re.fullmatch(r"[A-Z]\w*", flags[0]):
         system = _imported(name, flags.pop(0))
     else:
-        raise unknown_name("policy", name, [*POLICIES, *others.names])
+        raise unknown_name("policy", name, [*POLICIES, *others.names], "autohete presets policies")
     types_of = typing.get_type_hints(system)
     values: dict[str, object] = {}
     for item in flags:

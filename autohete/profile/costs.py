@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from autohete.documents import as_json
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
+from autohete.quantities import format_bytes, format_seconds
+from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload
 from autohete.workload.optimizers import Optimizer, check_cpu_kernel, has_cpu_kernel, moment_bytes, updates_any_share
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
 LONGEST_TASK_SECONDS = 5e7
@@ -208,6 +215,31 @@ class Profile:
     hardware: Hardware
     units: tuple[UnitProfile, ...]
     loss: LossProfile
+
+    def __repr__(self) -> str:
+        return f"<Profile: {len(self.units)} units of {self.workload.name} on {self.hardware.name}>"
+
+    def _repr_html_(self) -> str:
+        alike: dict[tuple[str, ...], int] = {}
+        for unit in self.units:
+            times = (format_seconds(unit.forward_seconds), format_seconds(unit.backward_seconds))
+            row = (str(unit.role), f"{unit.parameters:,}", *times, format_bytes(unit.activation_bytes))
+            alike[row] = alike.get(row, 0) + 1
+        names = ("unit", "parameters", "forward", "backward", "activations")
+        rows = ({**dict(zip(names, row, strict=True)), "count": count} for row, count in alike.items())
+        return html_table(f"{self.workload.name} on {self.hardware.name}", rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return workload, hardware and units in SI units, as :func:`json.dumps` takes them."""
+        return dict(as_json(self))
+
+    def to_frame(self) -> DataFrame:
+        """Return a frame of pandas with a row for each unit: times in seconds, sizes in bytes.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return frame(as_json(unit) for unit in self.units)
 
     @property
     def element_bytes(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, astuple, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from autohete.documents import as_json
 from autohete.errors import InputError
 from autohete.files import write_text
 from autohete.hardware import HardwareFile
@@ -18,8 +20,29 @@ from autohete.workload import Workload
 
 #: Upper limit for seconds and bytes. No real value reaches it.
 _ABSURD = 2**62
-_FORMAT = "autohete-profile 1"
+_FORMAT: Literal["autohete-profile 1"] = "autohete-profile 1"
 _BLOCKS, _LOSS, _WORKLOAD = TypeAdapter(tuple[UnitProfile, ...]), TypeAdapter(LossProfile), TypeAdapter(Workload)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileDocument:
+    """A measured profile.
+
+    Args:
+        format: the form of this document.
+        measured: date, machine and versions, as text.
+        workload: what was measured.
+        blocks: times and sizes of each unit.
+        loss: time and sizes of the loss.
+        hardware: the machine, as a hardware file describes it.
+    """
+
+    format: Literal["autohete-profile 1"]
+    measured: Mapping[str, str]
+    workload: Workload
+    blocks: tuple[UnitProfile, ...]
+    loss: LossProfile
+    hardware: Annotated[Mapping[str, Any], HardwareFile]
 
 
 def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], measured: dict[str, str]) -> None:
@@ -34,15 +57,8 @@ def write_profile(path: str | Path, profile: Profile, hardware: dict[str, Any], 
     Raises:
         InputError: ``path`` cannot be written.
     """
-    document = {
-        "format": _FORMAT,
-        "measured": measured,
-        "workload": asdict(profile.workload),
-        "blocks": [asdict(unit) for unit in profile.units],
-        "loss": asdict(profile.loss),
-        "hardware": hardware,
-    }
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    document = ProfileDocument(_FORMAT, measured, profile.workload, profile.units, profile.loss, hardware)
+    write_text(path, json.dumps(as_json(document), indent=1) + "\n")
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -9,7 +9,7 @@ from autohete.analysis.bounds import period_bounds
 from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need, Offloading
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
-from autohete.quantities import format_bytes, format_count, format_seconds
+from autohete.quantities import format_bytes, format_count, format_ratio, format_seconds
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
@@ -293,9 +293,7 @@ def _slower(each: Candidate, best: Candidate) -> str:
     share = each.seconds / best.seconds - 1
     if abs(share) < NOISE:
         return f"as fast, within {100 * NOISE:.0f} %"
-    if share >= 1:
-        return f"{1 + share:.1f}x as long"
-    return f"{100 * share:.0f} % slower" if share > 0 else f"{-100 * share:.0f} % faster"
+    return format_ratio(each.seconds, best.seconds)
 
 
 def _shortage(summary: Summary) -> str:
@@ -358,19 +356,14 @@ def _gain(answer: Answer, gain: Gain) -> str:
         return f"FITS, {format_seconds(seconds)} per iteration, {gain.tokens_per_second:,.0f} tokens/s ({gain.policy})"
     other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
     if not gain.helps:
-        slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
+        slower = format_ratio(1 - gain.saved_share, 1) if gain.saved_share <= -NOISE else ""
         if change.workload is not None:
             return slower or "no faster"
         if not slower or change.gpus is not None:  # what is bought may be left unused
             return "no effect"
         return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other"
-    faster = f"{gain.tokens_per_second:,.0f} tokens/s, {_times(1 / (1 - gain.saved_share))}"
+    faster = f"{gain.tokens_per_second:,.0f} tokens/s, {format_ratio(1 - gain.saved_share, 1)}"
     return f"{faster} ({format_seconds(seconds)} per iteration{other})"
-
-
-def _times(factor: float) -> str:
-    """How much faster: in percent, or as a factor from 2 on."""
-    return f"{factor:.1f}x as fast" if factor >= 2 else f"{100 * (factor - 1):.0f} % faster"
 
 
 def _largest(answer: Answer) -> Iterator[str]:

@@ -12,21 +12,75 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from autohete.analysis.occupancy import Occupancy
+from autohete.documents import Stated, as_json
 from autohete.errors import InputError, ScheduleError
 from autohete.execution.trace import Clock, Trace
 from autohete.files import atomic_write
 from autohete.schedule import KIND_MEANING, parse_schedule, validate
 
 _PROCESS = 1
-_FORMAT = "autohete-trace 1"
+_FORMAT: Literal["autohete-trace 1"] = "autohete-trace 1"
+
+#: An event: the name of a process or a lane, a slice, an end of an arrow, or a counter. Times are microseconds.
+_EVENT = """{
+  "type": "object",
+  "required": ["ph", "pid", "name"],
+  "properties": {
+    "ph": {"enum": ["M", "X", "s", "f", "C"]}, "pid": {"const": 1}, "tid": {"type": "integer", "minimum": 1},
+    "name": {"type": "string"}, "cat": {"type": "string"}, "ts": {"type": "number", "minimum": 0},
+    "dur": {"type": "number", "minimum": 0}, "id": {"type": "integer"}, "bp": {"const": "e"}, "args": {"type": "object"}
+  },
+  "allOf": [
+    {"if": {"properties": {"ph": {"const": "X"}}}, "then": {
+      "required": ["ts", "dur", "tid", "cat", "args"],
+      "properties": {"args": {"required": ["kind", "block", "iteration", "ready_ns"]}}}},
+    {"if": {"properties": {"ph": {"enum": ["s", "f"]}}}, "then": {"required": ["ts", "tid", "id"]}},
+    {"if": {"properties": {"ph": {"const": "C"}}}, "then": {"required": ["ts", "args"]}},
+    {"if": {"properties": {"ph": {"const": "M"}}}, "then": {"required": ["args"]}}
+  ],
+  "additionalProperties": false
+}"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedSchedule:
+    """What executed the trace, which Perfetto ignores.
+
+    Args:
+        format: the form of this document.
+        clock: clock of the times.
+        iterations: number of iterations.
+        schedule: its text, line by line.
+    """
+
+    format: Literal["autohete-trace 1"]
+    clock: Clock
+    iterations: int
+    schedule: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDocument:
+    """A trace in the Chrome trace event format.
+
+    Args:
+        displayTimeUnit: the unit in which viewers show times.
+        traceEvents: the events, by time.
+        autohete: the executed schedule.
+    """
+
+    displayTimeUnit: Literal["ms"]
+    traceEvents: Annotated[tuple[object, ...], Stated("Events", f'{{"type": "array", "items": {_EVENT}}}')]
+    autohete: ExecutedSchedule
 
 
 def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
@@ -34,12 +88,7 @@ def perfetto_json(trace: Trace, occupancies: Sequence[Occupancy]) -> str:
     timed = [*_slices(trace), *_flows(trace), *_counters(occupancies)]
     timed.sort(key=lambda event: event[0])  # stable: a slice stays before its arrows
     events = [*_names(trace), *(text for _, text in timed)]
-    about = {
-        "format": _FORMAT,
-        "clock": trace.clock,
-        "iterations": trace.iterations,
-        "schedule": str(trace.schedule).splitlines(),
-    }
+    about = as_json(ExecutedSchedule(_FORMAT, trace.clock, trace.iterations, tuple(str(trace.schedule).splitlines())))
     # Last, because Perfetto stops reading at an unknown key.
     tail = f'"autohete":{json.dumps(about, indent=0, ensure_ascii=False)}'
     return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + f"\n],\n{tail}}}\n"

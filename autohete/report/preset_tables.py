@@ -1,20 +1,101 @@
-"""Tables that describe one hardware or one model, with the sources of its figures, legible at 80 columns."""
+"""Tables of what can be named, and of one hardware or one model with the sources of its figures, legible at 80 columns."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from autohete.errors import unknown_name
+from autohete.errors import InputError, suggestion, unknown_name
 from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardware, written_figures
-from autohete.report.tables import console, print_text, table
+from autohete.policies import POLICIES
+from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
-from autohete.workload.config import model_names, model_source, read_model
+from autohete.workload.config import bundled_name, model_names, model_source, read_model
+from autohete.workload.model import Experts
+
+
+def print_presets(kinds: tuple[str, ...] = (), word: str = "") -> None:
+    """Print what can be named on the command line.
+
+    Args:
+        kinds: of :data:`KINDS`; none: all.
+        word: print only rows that contain all parts of it, whatever their case and the characters between.
+
+    Raises:
+        InputError: there is no such row.
+    """
+    out, parts = console(), [part for part in re.split(r"[\s_-]+", word.casefold()) if part]
+    some, names = False, []
+    for kind in kinds or KINDS:
+        shown, rows = KINDS[kind]()
+        for row in rows:
+            names.append(row[0])
+            if all(part in " ".join(row).casefold() for part in parts):
+                shown.add_row(*map(escape, row))
+        if shown.rows:
+            out.print(shown)
+            some = True
+    if not some:
+        raise InputError(f"none of the {' or '.join(kinds)} has {word!r}: give a part of a name{suggestion(word, names)}")
+
+
+_Rows = tuple[FittedTable, Iterator[tuple[str, ...]]]
+
+
+def _models() -> _Rows:
+    columns = ["name", "parameters", "hidden", "blocks", "heads", "experts", "vocabulary"]
+    return table("models (--model)", columns, give_way=["vocabulary", "hidden"]), map(_model_row, model_names())
+
+
+def _model_row(name: str) -> tuple[str, ...]:
+    w = read_model(name)
+    last = w.block(w.unit_count - 2)  # of blocks that differ, the usual one is last
+    experts = last.feed_forward
+    routed = f"{experts.active} of {experts.count}" if isinstance(experts, Experts) else "-"
+    heads = str(last.mixer).partition(" ")[0]
+    sizes = (str(w.hidden_size), str(w.transformer_blocks), heads, routed, str(w.vocabulary_size))
+    return name, f"{w.parameters / 1e9:.2f}B", *sizes
+
+
+def _workloads() -> _Rows:
+    columns = ["name", "parameters", "hidden", "blocks", "heads", "vocabulary"]
+    rows = (
+        (w.name, f"{w.parameters / 1e9:.2f}B", *map(str, (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size)))
+        for w in WORKLOADS.values()
+    )
+    return table("workloads of the paper (--workload)", columns), rows
+
+
+def _nodes() -> _Rows:
+    return table("hardware", ["name", "what it is"], left=2), ((name, read_hardware(name).title) for name in preset_names())
+
+
+def _policies() -> _Rows:
+    rows = (
+        (name, ", ".join(f"{field.name}={_flag_text(field.default)}" for field in dataclasses.fields(system)))
+        for name, system in POLICIES.items()
+    )
+    return table("policies", ["name", "flags (with their defaults)"], left=2), rows
+
+
+def _flag_text(value: object) -> str:
+    return {True: "on", False: "off", None: "auto"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+#: Kinds of presets -> table and rows, whose first cell is the name.
+KINDS: dict[str, Callable[[], _Rows]] = {
+    "models": _models,
+    "workloads": _workloads,
+    "hardware": _nodes,
+    "policies": _policies,
+}
 
 
 def print_preset(name: str) -> None:
@@ -25,12 +106,12 @@ def print_preset(name: str) -> None:
     """
     if name in preset_names():
         print_hardware(name)
-    elif name in model_names():
-        print_model(read_model(name), model_source(name))
     elif name in WORKLOADS:
         print_model(WORKLOADS[name], None)
+    elif (model := bundled_name(name)) is not None:
+        print_model(read_model(model), model_source(model))
     else:
-        raise unknown_name("preset", name, [*preset_names(), *WORKLOADS, *model_names()])
+        raise unknown_name("preset", name, [*preset_names(), *WORKLOADS, *model_names()], "autohete presets")
 
 
 def print_hardware(source: str | Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,10 +15,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from autohete.analysis.usage import Cause
-from autohete.hardware import preset_names, read_hardware
 from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
-from autohete.policies import POLICIES
 from autohete.quantities import format_bytes, format_seconds
 from autohete.schedule import CPU, GPU, GPU_MEMORY
 from autohete.simulate import Simulation
@@ -33,12 +30,12 @@ from autohete.simulate.summary import (
     runs_of_equal_units,
     training_of,
 )
-from autohete.workload import WORKLOADS, Units, Workload
-from autohete.workload.config import model_names, read_model
-from autohete.workload.model import Experts
+from autohete.workload import Units, Workload
 
 #: Where readers find the columns that a table leaves out.
 IN_JSON = "--json has them"
+#: Columns with the counts of a plan.
+_PLAN = ("recomputed", "offloaded", "CPU updates")
 #: Minimum width of a text column that can wrap.
 _FEW_WORDS = 20
 #: Where a line may break: at blanks, but not between a number and its unit.
@@ -113,6 +110,11 @@ class FittedTable:
         self._give_way = give_way
         self._elsewhere = elsewhere
         self._rows: list[tuple[Sequence[str], bool]] = []
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
 
     def add_row(self, *cells: str, end_section: bool = False) -> None:
         """Add a row, one cell per column, in rich's markup; ``end_section`` draws a line below it."""
@@ -218,7 +220,7 @@ def _print_decisions(out: Console, simulation: Simulation) -> None:
     plan, profile = simulation.plan, simulation.profile
     node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
     shown = table(
-        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}, plan {counts(simulation)}",
+        f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}: {counts(simulation).words}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
         left=4,
         elsewhere=IN_JSON,
@@ -272,8 +274,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
     memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
-    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, "plan"]
-    give_way = ["tokens/s", "TFLOP/s", "host peak", "samples/s", "plan"]
+    columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, *_PLAN]
+    give_way = ["TFLOP/s", "samples/s", "host peak", *_PLAN]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
         speeds.add_row(
@@ -286,7 +288,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             or_dash(s.gpu_peak_bytes, format_bytes),
             or_dash(s.host_peak_bytes, format_bytes),
             *([or_dash(s.pinned_peak_bytes, format_bytes)] if limited else []),
-            _counts(s.plan) if s.plan else "-",
+            *(_counts(s.plan) if s.plan else ["-"] * len(_PLAN)),
         )
     out.print(speeds)
     print_text(out, _assumed(workload), style="dim")
@@ -301,9 +303,9 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     running = [s for s in summaries if s.verdict is Verdict.OK]
     if running:
         _print_reasons(out, running)
-    meaning = "c checkpointed, p with parameters offloaded, o with the optimizer on the CPU"
     units = "blocks" if workload.units is Units.BLOCK else f"units (embedding, {workload.units}s, head)"
-    print_text(out, f"plan: of {workload.unit_count} {units}, {meaning}", style="dim")
+    meaning = "how many are recomputed, have their parameters offloaded, and are updated on the CPU"
+    print_text(out, f"plans: of {workload.unit_count} {units}, {meaning}", style="dim")
     for s in summaries:
         if s.explanation:
             print_text(out, f"{s.policy}: {s.verdict}: {s.explanation}")
@@ -326,9 +328,9 @@ def _assumed(workload: Workload) -> str:
     )
 
 
-def _counts(plan: PlanCounts) -> str:
-    """Return the counts without the total, which is the same for all policies."""
-    return f"{plan.checkpointed_units}c {plan.offloaded_parameter_units}p {plan.offloaded_optimizer_units}o"
+def _counts(plan: PlanCounts) -> list[str]:
+    """Return the cells of :data:`_PLAN`; the total is the same for all policies."""
+    return [str(count) for count in (plan.checkpointed_units, plan.offloaded_parameter_units, plan.offloaded_optimizer_units)]
 
 
 def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
@@ -388,36 +390,3 @@ def _if_late(summary: Summary) -> str:
 def or_dash(value: float | None, write: Callable[[float], str]) -> str:
     """Format ``value`` with ``write``; a dash if it is None."""
     return "-" if value is None else write(value)
-
-
-def print_presets() -> None:
-    """Print what can be named on the command line."""
-    out = console()
-    columns = ["name", "parameters", "hidden", "blocks", "heads", "experts", "vocabulary"]
-    models = table("models (--model)", columns, give_way=["vocabulary", "hidden"])
-    for w in map(read_model, model_names()):
-        last = w.block(w.unit_count - 2)  # of blocks that differ, the usual one is last
-        experts = last.feed_forward
-        routed = f"{experts.active} of {experts.count}" if isinstance(experts, Experts) else "-"
-        heads = str(last.mixer).partition(" ")[0]
-        sizes = (str(w.hidden_size), str(w.transformer_blocks), heads, routed, str(w.vocabulary_size))
-        models.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *sizes)
-    out.print(models)
-    paper = table("workloads of the paper (--workload)", ["name", "parameters", "hidden", "blocks", "heads", "vocabulary"])
-    for w in WORKLOADS.values():
-        numbers = (w.hidden_size, w.transformer_blocks, w.heads, w.vocabulary_size)
-        paper.add_row(w.name, f"{w.parameters / 1e9:.2f}B", *map(str, numbers))
-    out.print(paper)
-    nodes = table("hardware", ["name", "what it is"], left=2)
-    for name in preset_names():
-        nodes.add_row(name, read_hardware(name).title)
-    out.print(nodes)
-    systems = table("policies", ["name", "flags (with their defaults)"], left=2)
-    for name, system in POLICIES.items():
-        flags = (f"{field.name}={_flag_text(field.default)}" for field in dataclasses.fields(system))
-        systems.add_row(name, ", ".join(flags))
-    out.print(systems)
-
-
-def _flag_text(value: object) -> str:
-    return {True: "on", False: "off", None: "auto"}[value] if value is None or isinstance(value, bool) else str(value)

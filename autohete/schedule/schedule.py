@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, cast
 
 from autohete.errors import check_fields
 from autohete.schedule.ids import D2H, GPU_MEMORY, H2D, HOST_MEMORY, BufferId, TaskId
+from autohete.tabular import frame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: First line of a schedule's text; the number is the version of the form.
 HEADER = "autohete-schedule 2"
@@ -222,6 +226,27 @@ class Schedule:
     saved: tuple[SavedNames, ...] = ()
     #: Results of :meth:`once`, by function and arguments.
     _known: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {len(self.tasks):,} tasks on {', '.join(lane.name for lane in self.lanes)}>"
+
+    def to_frame(self) -> DataFrame:
+        """Return a frame of pandas with a row for each task, in issue order.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return frame(
+            {
+                "task": str(task.id),
+                "kind": str(task.id.kind),
+                "unit": task.id.unit,
+                "lane": task.lane,
+                "duration_seconds": task.duration_ns * 1e-9,
+                "after": " ".join(map(str, task.after)),
+            }
+            for task in self.tasks
+        )
 
     def __str__(self) -> str:
         parts = (*self.lanes, *self.memories, *self.flows, *self.resources)

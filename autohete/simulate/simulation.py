@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.collector import paused_collector
+from autohete.errors import InputError, check_whole
 from autohete.execution import Executor
 from autohete.execution.trace import Steady, Trace
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.profile import Profile
+from autohete.quantities import format_bytes, format_seconds
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 from autohete.sim import SimExecutor
+from autohete.tabular import facts_html
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 #: Iterations of the first run; doubled until the steady state appears. With a barrier, iterations repeat at once.
 _FIRST_TRY = 4
@@ -37,6 +44,59 @@ class Simulation:
     memories: tuple[Occupancy, ...]
     #: Number of waits for memory in the schedule, in addition to the plan's own waits.
     waits: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self._title()}: {', '.join(f'{name} {value}' for name, value in self._facts().items())}>"
+
+    def _repr_html_(self) -> str:
+        return facts_html(self._title(), self._facts())
+
+    def _title(self) -> str:
+        hardware = self.profile.hardware
+        several = f"{hardware.gpus} GPUs of " if hardware.gpus > 1 else ""
+        return f"{self.profile.workload.name} on {several}{hardware.name}: {self.plan.policy}"
+
+    def _facts(self) -> dict[str, str]:
+        peaks = {
+            f"{one.memory} peak": f"{format_bytes(one.peak_bytes)} of {format_bytes(one.capacity_bytes)}"
+            for one in self.memories
+        }
+        facts = {"verdict": str(self.verdict)}
+        if self.verdict is Verdict.OK:
+            facts |= {"iteration": format_seconds(self.iteration_seconds), "tokens/s": f"{self.tokens_per_second:,.0f}"}
+        return facts | peaks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of ``autohete plan --json`` for one policy: all results and decisions, in SI units."""
+        from autohete.policies import parse_policy
+        from autohete.simulate.plan_document import plan_json
+        from autohete.simulate.summary import summarize
+
+        try:
+            policy = parse_policy(self.plan.policy)
+        except InputError:  # a policy of the caller, which is not registered
+            policy = None
+        return plan_json(summarize(self, policy), self)
+
+    def to_frame(self) -> DataFrame:
+        """Return the spans of the trace as a frame of pandas.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return self.trace.to_frame()
+
+    def gantt(self, iterations: int = 2) -> Any:
+        """Return a figure of matplotlib with steady iterations: the lanes, and the GPU's memory below.
+
+        Args:
+            iterations: how many; at least one, and at most as many as were simulated from the steady state on.
+        """
+        from autohete.report.gantt import combined_figure
+
+        check_whole("iterations", iterations, 1)
+        last = min(self.steady.first + iterations, self.trace.iterations) - 1
+        return combined_figure(self.trace, self.gpu, self.steady.first, last, self._title())
 
     @property
     def verdict(self) -> Verdict:

@@ -123,14 +123,14 @@ def described_blocks(workload: Workload) -> list[str]:
     return [f"{count} x ({text})" for text, count in alike.items()]
 
 
-def assumptions(workload: Workload, policy: NamedPolicy) -> dict[str, object]:
+def assumptions(workload: Workload, policy: NamedPolicy | None) -> dict[str, object]:
     """Return the assumptions of an answer; figures that were not given have their defaults."""
     figures = {field.name: getattr(workload, field.name) for field in fields(workload) if field.name != "architecture"}
     return {
         **figures,
         "blocks": described_blocks(workload),
         "optimizer": str(workload.training.optimizer),
-        "policy": {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
+        "policy": {} if policy is None else {field.name: getattr(policy.system, field.name) for field in fields(policy.system)},
     }
 
 
@@ -151,12 +151,12 @@ def _notes(simulation: Simulation) -> tuple[str, ...]:
     return (*hardware.remarks, *([_BOUND] if several else []), *([_FREE] if free else []))
 
 
-def summarize(simulation: Simulation, policy: NamedPolicy, *, only_numbers: bool = False) -> Summary:
+def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_numbers: bool = False) -> Summary:
     """Summarize ``simulation``, which ``policy`` planned.
 
     Args:
         simulation: by the simulator, or an execution.
-        policy: whose plan it is.
+        policy: whose plan it is; None: one without flags that are known.
         only_numbers: leave out the assumptions, and what lanes do over time, which take as long to find as all the rest.
     """
     s = simulation

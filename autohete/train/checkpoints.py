@@ -33,8 +33,8 @@ from torch import Tensor
 
 from autohete.errors import InputError, check_whole
 from autohete.files import make_folder
+from autohete.train.checkpoint_document import FORMAT
 
-_FORMAT = "autohete-checkpoint 1"
 _STATE = "state.json"
 #: Bytes of tensors in a file. Writing a file needs as much memory again.
 _SHARD_BYTES = 2**30
@@ -103,7 +103,7 @@ class Checkpoint:
             save_file({name: tensor.contiguous() for name, tensor in shard.items()}, file)
             shards[file.name] = _digest(file)
             bring_to_disk(file)
-        content = {"format": _FORMAT, "shards": shards, "state": self._plain}
+        content = {"format": FORMAT, "shards": shards, "state": self._plain}
         (part / _STATE).write_text(json.dumps(content | {"digest": _digest_of(content)}))
         bring_to_disk(part / _STATE)
         bring_to_disk(part)
@@ -158,8 +158,8 @@ def read_checkpoint(folder: str | Path) -> Any:
     try:
         content = json.loads((latest / _STATE).read_text())
         rest = {name: content[name] for name in _PARTS}
-        if rest["format"] != _FORMAT or _digest_of(rest) != content["digest"]:
-            raise ValueError(f"it is not of the format {_FORMAT!r}, or has changed")
+        if rest["format"] != FORMAT or _digest_of(rest) != content["digest"]:
+            raise ValueError(f"it is not of the format {FORMAT!r}, or has changed")
         tensors: dict[str, Tensor] = {}
         for name, digest in rest["shards"].items():
             if _digest(latest / name) != digest:

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 
+from autohete.documents import as_json
 from autohete.errors import InputError, check_fields, check_whole
 from autohete.hardware import Hardware
 from autohete.plan.policy import Policy
@@ -136,8 +137,8 @@ class TrainingOptions:
             "micro_batches": repr(self.micro_batches),
             "device": self.torch_device.type,
             "mode": repr(self.mode),
-            "hardware": repr(self.hardware),
-            "profile": hashlib.sha256(repr(self.profile).encode()).hexdigest(),
+            "hardware": str(as_json(self.hardware)),
+            "profile": hashlib.sha256(str(as_json(self.profile)).encode()).hexdigest(),
         }
 
     @property

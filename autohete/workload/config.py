@@ -6,6 +6,8 @@ Nothing is loaded but the file: no weights, no torch, no network.
 from __future__ import annotations
 
 import json
+import re
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -14,14 +16,20 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from autohete.errors import InputError, suggestion, unknown_name
+from autohete.errors import InputError, alternatives, suggestion, unknown_name
 from autohete.workload import Workload
 from autohete.workload.families import FAMILIES
+from autohete.workload.hub import CONFIG, cache_folder, cached_models, model_of
+from autohete.workload.weights import check_weights
 
 #: Bytes; published files have a few thousand.
 _LARGEST_FILE = 10_000_000
 #: Models of images and text whose file describes the language model in a part of its own.
 _TEXT_CONFIG = "text_config"
+#: The command that lists the bundled models.
+_LISTED_BY = "autohete presets models"
+#: How the source of a bundled model begins that names it as the Hub does.
+_ON_HUB = re.compile(r"huggingface\.co/([\w.-]+/[\w.-]+)")
 
 
 def model_names() -> list[str]:
@@ -30,16 +38,26 @@ def model_names() -> list[str]:
 
 
 def read_model(name_or_path: str) -> Workload:
-    """The bundled model of that name, or the one that a ``config.json`` describes, with the default batch.
+    """The model of that name, or the one that a ``config.json`` describes, with the default batch.
 
     Args:
-        name_or_path: a name of :func:`model_names`; a ``config.json``, or the folder that it is in.
+        name_or_path: a name of :func:`model_names`, or a name on the Hugging Face Hub, in any case and with or without its
+            organisation, of a bundled model or of one in the local cache; a ``config.json``, or the folder that it is in.
+            Weights in that folder are counted, by their headers.
 
     Raises:
-        InputError: no such model, a file that cannot be read, or one that is not supported; names the keys.
+        InputError: no such model, a file that cannot be read, or one that is not supported; names the keys. Or the weights are
+            not those that the file describes.
     """
-    config, name = _config(name_or_path)
-    return parse_model(config, name)
+    found = _found(name_or_path)
+    if isinstance(found, str):
+        return parse_model(_bundled_config(found), found)
+    text, name = _read(name_or_path, found)
+    config = _parsed(name_or_path, text)
+    workload = parse_model(config, name)
+    if found.is_dir():
+        check_weights(found, config, workload)
+    return workload
 
 
 def model_source(name: str) -> str:
@@ -49,24 +67,72 @@ def model_source(name: str) -> str:
         InputError: no such model.
     """
     if name not in model_names():
-        raise unknown_name("model", name, model_names())
-    config, _ = _config(name)
+        raise unknown_name("model", name, model_names(), _LISTED_BY)
+    config = _bundled_config(name)
     return f"{config['source']} ({config['date']})"
 
 
-def _config(name_or_path: str) -> tuple[dict[str, Any], str]:
-    """Return the keys of a bundled model or of a ``config.json``, and the model's name."""
-    if name_or_path in model_names():
-        text, name = (_bundled() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path
-    else:
-        text, name = _read(name_or_path)
+def bundled_name(given: str) -> str | None:
+    """Return the bundled model that a name means, its own or the Hub's, in any case; None: none."""
+    return given if given in model_names() else _names_on_hub().get(given.casefold())
+
+
+def _found(given: str) -> str | Path:
+    """Return the name of the bundled model that is meant, or the path of a file or folder, such as in the Hub's cache.
+
+    Raises:
+        InputError: there is no such model, or several.
+    """
+    path = Path(given)
+    if given in model_names():
+        return given
+    if path.suffix == ".json" or len(path.parts) > 2 or _exists(path):
+        return path
+    if (bundled := bundled_name(given)) is not None:
+        return bundled
+    cached = cached_models(given)
+    if len(cached) > 1:
+        raise InputError(f"{given!r} is the name of several models in {cache_folder()}: give {alternatives(cached)}")
+    for folder in cached.values():
+        return folder
+    unknown = unknown_name("model", given, model_names(), _LISTED_BY)
+    raise InputError(
+        f"{unknown}. It is not in the Hub's cache {cache_folder()}, either: for another model, give the path of its config.json"
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a NUL in it
+        return False
+
+
+@cache
+def _names_on_hub() -> dict[str, str]:
+    """Lower-case name -> bundled model: its own name and the Hub's, each with and without the organisation."""
+    names = {}
+    for name in model_names():
+        match = _ON_HUB.match(_bundled_config(name)["source"])
+        organisation, _, on_hub = match[1].casefold().partition("/") if match is not None else ("", "", name)
+        for short in (name, on_hub):
+            names[short] = names[f"{organisation}/{short}"] = name
+    return names
+
+
+def _bundled_config(name: str) -> dict[str, Any]:
+    return _parsed(name, (_bundled() / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _parsed(given: str, text: str) -> dict[str, Any]:
+    """Return the keys of a ``config.json``."""
     try:
         config: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name_or_path!r} is not JSON: {str(error)[:200]}; give a model's config.json") from error
+        raise InputError(f"{given!r} is not JSON: {str(error)[:200]}; give a model's config.json") from error
     if not isinstance(config, dict):
-        raise InputError(f"{name_or_path!r} holds no JSON object: give a model's config.json")
-    return config, name
+        raise InputError(f"{given!r} holds no JSON object: give a model's config.json")
+    return config
 
 
 def parse_model(config: dict[str, Any], name: str) -> Workload:
@@ -116,23 +182,20 @@ def _bundled() -> Traversable:
     return resources.files("autohete.workload") / "models"
 
 
-def _read(given: str) -> tuple[str, str]:
+def _read(given: str, path: Path) -> tuple[str, str]:
     """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that is more specific."""
-    path = Path(given)
     if path.is_dir():
-        path = path / "config.json"
-    if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
-        raise unknown_name("model", given, model_names())
+        path = path / CONFIG
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise InputError(f"model {given!r} is {path.stat().st_size} bytes long: give a config.json, not the weights")
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        inside = " (config.json in it)" if path != Path(given) else ""
+        inside = f" ({CONFIG} in it)" if path != Path(given) else ""
         raise InputError(
-            f"model {given!r}{inside} cannot be read: {reason}; give a name that autohete presets lists, or a config.json"
+            f"model {given!r}{inside} cannot be read: {reason}; give a name that {_LISTED_BY} lists, or a config.json"
             f"{suggestion(given, model_names())}"
         ) from error
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = model_of(path.parent) if path.name == CONFIG else path.stem
     return text, name or path.stem

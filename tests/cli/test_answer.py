@@ -17,6 +17,7 @@ from support.answers import GIB, LARGE, MIB, NODE, QUICK, SYSTEM, TIGHT, TINY, W
 from support.command import SMALL, autohete, refused
 
 from autohete.answer import AND, Answer, Candidate, Gain, Offloading, Sampling, Site, find_answer
+from autohete.answer.answer_document import answer_json
 from autohete.answer.certainty import MODEL_ERROR
 from autohete.answer.changes import with_price
 from autohete.answer.draws import draw, open_figures
@@ -29,8 +30,7 @@ from autohete.hardware import load_hardware
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile, analytic_profile
-from autohete.quantities import format_count, parse_count
-from autohete.report.answer_json import answer_json
+from autohete.quantities import format_count, format_ratio, parse_count
 from autohete.report.answer_text import answer_text
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_plan, simulate_policy
@@ -554,7 +554,7 @@ def test_the_plan_of_one_policy_is_drawn_and_written(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert schedule.read_text().startswith("autohete-schedule")
     assert data.read_text() == autohete(*asked, "--json").stdout
-    assert "zero_offload, plan" in done.stdout
+    assert "zero_offload: of 6 units, " in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
 
@@ -562,6 +562,14 @@ def test_the_plan_of_one_policy_is_drawn_and_written(tmp_path: Path) -> None:
 def test_a_count_is_read_as_it_is_written(digits: int, zeros: int) -> None:
     """Any number of four digits and its zeros."""
     assert parse_count(format_count(digits * 10**zeros)) == digits * 10**zeros
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1.12, "12 % slower"), (1.994, "99 % slower"), (8.57, "8.6x slower"), (0.5, "2.0x faster")]
+)
+def test_what_is_many_times_slower_is_said_to_be(seconds: float, said: str) -> None:
+    """A ratio below two is in percent of the other time; ``757 % slower`` would have to be worked out."""
+    assert format_ratio(seconds, 1.0) == said
 
 
 @pytest.mark.parametrize(

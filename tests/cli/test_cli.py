@@ -181,7 +181,10 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-3b"], "unknown workload 'gpt-3b'"),
         (["--workload", "gpt-2b", "--policy", "zero"], "unknown policy 'zero'"),
         (["--workload", "gpt-2b", "--policy", "zero_offload:fast"], "unknown flag of zero_offload 'fast'"),
-        (["--workload", "gpt-2b", "--hardware", "a100"], "unknown hardware 'a100'"),
+        (
+            ["--workload", "gpt-2b", "--hardware", "a100"],
+            "a part of 2: give one of a100-40gb-epyc7543p .*7713 ",
+        ),
         (["--workload", "gpt-2b", "--hardware", "/none/such.toml"], "cannot be read"),
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth"], "is not KEY=VALUE"),
         (["--workload", "gpt-2b", "--set", "links.h2d.bandwidth=50"], "has no unit"),
@@ -251,6 +254,11 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     question = ["--policy", "autohete", "--json", "--gpu-memory", "1640MB", *SHAPED]
     simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
     decisions, rules = planned.pop("decisions"), planned.pop("rules")
+    assert (simulated.pop("format"), planned.pop("format"), planned.pop("largest")) == (
+        "autohete-simulation 1",
+        "autohete-plan 1",
+        [],
+    )
     assert planned == simulated
     assert rules == ["ByPriority()"]
     assert planned["verdict"] == "ok"
@@ -362,7 +370,8 @@ def test_a_preset_is_described() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "option"), [(["simulate"], "--gpu-memory"), (["presets"], "NAME"), (["hardware", "new"], "--base")]
+    ("command", "option"),
+    [(["simulate"], "--gpu-memory"), (["presets"], "NAME"), (["largest"], "--family"), (["hardware", "new"], "--base")],
 )
 def test_help_needs_no_heavy_import(command: list[str], option: str) -> None:
     """``--help`` loads neither SciPy nor matplotlib, SimPy or torch."""

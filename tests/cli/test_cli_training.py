@@ -79,7 +79,7 @@ def test_a_training_of_sublayers_learns_the_same(training: tuple[str, Path]) -> 
     """``--units sublayer`` plans attention and MLP apart, measured as they are, and changes no loss."""
     said = trains({**TINY, "--gpu-memory": "60%", "--units": "sublayer"})
     assert "units sublayer" in said
-    assert re.search(r"plan \d+c \d+p \d+o of 6;", said)
+    assert re.search(r"of 6 units, (\d+ (recompute|offload parameters|update on the CPU)[,;] )+", said)
     assert losses(said) == losses(training[0])
 
 
@@ -148,7 +148,7 @@ def test_a_paced_training_keeps_the_pace_of_the_hardware() -> None:
         ({"--pinned-memory": "5"}, "has no unit"),
         ({"--precision": "fp8"}, "precision"),
         ({"--policy": "zero"}, "unknown policy 'zero'"),
-        ({"--hardware": "a100"}, "unknown hardware 'a100'"),
+        ({"--hardware": "a100"}, "a part of 2: give one of a100-40gb"),
         ({"--dropout": "1"}, "dropout is 1.0: it must be at least 0 and less than 1"),
         ({"--dropout": "nan"}, "dropout is nan"),
         ({"--lr": "nan"}, "lr is nan: it must be positive and finite"),

@@ -77,9 +77,10 @@ def test_the_command_says_what_is_largest() -> None:
     asked = ["plan", "--workload", "gpt-2b", "--blocks", "2", "--policy", "resident", "--gpu-memory", "8GiB", "--max"]
     found = json.loads(autohete(*asked, "batch", "--json").stdout)
     assert found["verdict"] == "ok"
-    assert found["assumptions"]["batch_size"] == found["largest"] > 1
+    (grown,) = found["largest"]
+    assert found["assumptions"]["batch_size"] == grown["value"] > 1
     assert (
-        f"largest batch size that fits: {found['largest']}; one more does not: gpu-out-of-memory"
+        f"largest batch size that fits: {grown['value']}; one more does not: gpu-out-of-memory"
         in autohete(*asked, "batch").stdout
     )
     tiny = autohete(*asked[:-3], "--gpu-memory", "1100MiB", "--max", "batch")

@@ -180,7 +180,7 @@ def test_a_row_is_what_simulate_answers(tmp_path: Path) -> None:
             name, _, count = column.partition(".")
             value = answer[name][count] if count else answer[name]
             assert row[column] == ("" if value is None else value if isinstance(value, str) else json.dumps(value)), column
-    assert {name for name, value in answer.items() if not isinstance(value, (dict, list))} <= set(COLUMNS)
+    assert {name for name, value in answer.items() if not isinstance(value, (dict, list))} <= {"format", *COLUMNS}
     assert "8 rows" in done.stdout
     assert re.search(r"fastest: gpu-memory=.*, policy=resident: [\d,]+ tokens/s", done.stdout)
 

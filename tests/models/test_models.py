@@ -173,13 +173,6 @@ def test_an_unknown_name_suggests_a_model() -> None:
         read_model("llama-3.1-8")
 
 
-def test_the_name_of_a_model_on_the_hub_suggests_the_bundled_one() -> None:
-    """People paste what the Hub shows: owner and name, with capitals."""
-    for given in ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"):
-        with pytest.raises(InputError, match=r"did you mean 'llama-3\.1-8b'"):
-            read_model(given)
-
-
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     """Some editors write one."""
     file = tmp_path / "config.json"

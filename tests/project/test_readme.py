@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
 RESULTS = ROOT / "docs" / "results.md"
 TRAINING = ROOT / "docs" / "training.md"
+SIMULATOR = ROOT / "docs" / "simulator.md"
 POLICY_PAGE = ROOT / "docs" / "policies.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
@@ -35,6 +36,7 @@ DOCUMENTS = [*PAGES, BENCHMARKS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"
 #: What each Python example prints, as a regular expression, in the order of the pages.
 PRINTS = {
     README: [r"zero_offload +ok .* s  .* GiB  .*\nautohete +ok .* s  .* GiB  .*\n"],
+    SIMULATOR: [r"<Simulation of qwen3-0.6b on rtx4090-workstation: zero_offload: verdict ok, .*>\nresident 2\n"],
     TRAINING: [r"loss \d\.\d\d, device peak \d+\.\d MiB\n", r"", r"loss \d\.\d\d, then \d\.\d\d\n"],
 }
 #: What the files of the page on policies print.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import nn
 
 from autohete import Trainer
 from autohete.errors import InputError
+from autohete.hardware import load_hardware
+from autohete.profile import analytic_profile
 from autohete.train.caller_optimizer import CallerOptimizer
+from autohete.train.gpt import GPT
 from autohete.train.trainer import Mode, NonFinite
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -112,3 +116,15 @@ def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         Trainer(model_for(SMALL))
     monkeypatch.setenv("WORLD_SIZE", "1")
     Trainer(model_for(SMALL)).close()
+
+
+def test_ranks_compare_every_figure_of_hardware_and_profile() -> None:
+    """What ranks exchange differs if one figure does, although the reprs of both are short and equal."""
+    node = load_hardware("rtx4090-workstation")
+    other = replace(node, gpu=replace(node.gpu, kernel_overhead_seconds=2e-6))
+    assert repr(node) == repr(other)
+    given: list[dict[str, Any]] = [{"hardware": one, "profile": None} for one in (node, other)]
+    given += [{"hardware": None, "profile": analytic_profile(SMALL, one)} for one in (node, other)]
+    described = [Trainer(GPT(SMALL), **one)._options.described() for one in given]
+    assert described[0]["hardware"] != described[1]["hardware"]
+    assert described[2]["profile"] != described[3]["profile"]

@@ -120,7 +120,7 @@ def test_absurd_shapes_are_refused(changes: dict[str, int], message: str) -> Non
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """An unknown workload or policy is refused with the allowed names and the nearest."""
-    with pytest.raises(InputError, match=r"unknown workload 'gpt-11b': choose one of .*did you mean 'gpt-1"):
+    with pytest.raises(InputError, match=r"unknown workload 'gpt-11b': did you mean 'gpt-1.*choose one of gpt-10b, "):
         named_workload("gpt-11b")
     with pytest.raises(InputError, match=r"unknown policy 'zero-offload': .*did you mean 'zero_offload'"):
         parse_policy("zero-offload")

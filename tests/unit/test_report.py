@@ -144,7 +144,7 @@ def test_every_answer_fits_the_columns_it_is_given(width: int) -> None:
     everything = {
         "plan": plan,
         "simulate": simulate,
-        "presets": in_columns(tables.print_presets, width),
+        "presets": in_columns(preset_tables.print_presets, width),
         "preset": in_columns(lambda: preset_tables.print_preset("a100-40gb-epyc7713"), width),
         "sweep": swept(width),
         "compare": in_columns(lambda: print_comparison(compared()), width),
@@ -198,7 +198,9 @@ def test_answers_fit_the_terminal(policies: str, width: int) -> None:
             "TFLOP/s": f"{summary.tflops_per_gpu:.1f}" if summary.tflops_per_gpu else "-",
             "GPU peak": format_bytes(summary.gpu_peak_bytes or 0),
             "host peak": format_bytes(summary.host_peak_bytes or 0),
-            "plan": str(summary.plan).split(" of ")[0],
+            "recomputed": str(summary.plan.checkpointed_units) if summary.plan else "-",
+            "offloaded": str(summary.plan.offloaded_parameter_units) if summary.plan else "-",
+            "CPU updates": str(summary.plan.offloaded_optimizer_units) if summary.plan else "-",
         }
         shown = [text for header, text in numbers.items() if header not in left_out]
         assert cells(line)[-len(shown) :] == shown, line
@@ -206,10 +208,11 @@ def test_answers_fit_the_terminal(policies: str, width: int) -> None:
 
 
 def test_the_least_important_columns_give_way_first() -> None:
-    """At 80 columns verdict, iteration, throughput, GPU memory and plan stay; one line names the rest and where it is."""
+    """At 80 columns verdict, iteration, tokens/s and GPU memory stay; lines below name the rest and where it is."""
     lines = printed(lambda: tables.print_summaries(summaries("all"), CASES["gpt-10b"]), 80)
-    assert cells(lines[2]) == ["policy", "verdict", "iteration", "samples/s", "GPU peak", "plan"]
-    assert lines[9] == "not shown at this width: tokens/s, TFLOP/s, host peak; --json has them"
+    assert cells(lines[2]) == ["policy", "verdict", "iteration", "tokens/s", "GPU peak", "CPU updates"]
+    left_out = "not shown at this width: samples/s, TFLOP/s, host peak, recomputed, offloaded; --json has them"
+    assert " ".join(" ".join(lines[9:11]).split()) == left_out
 
 
 @pytest.mark.slow
@@ -218,7 +221,7 @@ def test_presets_and_plans_fit_the_terminal(width: int) -> None:
     """Lists of presets and the decisions of a plan are not wider than the terminal, and cut nothing off."""
     found = simulated("gpt-10b", "autohete")
     for show in (
-        tables.print_presets,
+        preset_tables.print_presets,
         lambda: tables.print_plan(summarize(found, parse_policy("autohete")), found),
         lambda: preset_tables.print_preset("h200-pcie5"),
         lambda: preset_tables.print_preset("qwen3-next-80b-a3b"),

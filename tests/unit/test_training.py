@@ -23,11 +23,11 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import analytic_profile
 from autohete.profile.profile_file import read_profile, write_profile
-from autohete.report.answer_json import plan_json
 from autohete.report.answer_text import decisions
 from autohete.report.tables import print_plan
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.simulate import judge_for, simulate, simulate_policy
+from autohete.simulate.plan_document import plan_json
 from autohete.simulate.summary import answer
 from autohete.train.arguments import check_profile
 from autohete.workload import Kernels, Precision, Workload, named_workload
