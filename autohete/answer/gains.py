@@ -12,7 +12,7 @@ from autohete.answer.result import Candidate, Change, Gain
 from autohete.answer.run import Run
 from autohete.answer.site import Site
 from autohete.errors import AutoHeteError, InputError
-from autohete.hardware import Hardware
+from autohete.hardware import OVER_PCIE, Hardware
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.policies import NamedPolicy, parse_policy
@@ -58,7 +58,8 @@ def purchases(site: Site, simulation: Simulation | None) -> Iterator[Change]:
     if now.interconnect is not None:
         more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus
         if more <= now.interconnect.gpus or now.interconnect.network_bandwidth is not None:
-            yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch", {}, gpus=more)
+            assumed = f", {OVER_PCIE} (an assumption)" if now.interconnect.assumed else ""
+            yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch{assumed}", {}, gpus=more)
 
 
 def _host_purchases(now: Hardware) -> Iterator[Change]:
@@ -181,7 +182,8 @@ def simulate_changes(
     changed = []
     for change in changes:
         here = [result for asked, result in zip(work, results, strict=True) if asked.change == change]
-        changed.append(_gain(change, min(here, key=lambda result: result.key), now, _tokens(profile)))
+        refusals = (each.explanation for each in here if best is not None and each.policy == best.name and each.refuses)
+        changed.append(_gain(change, min(here, key=lambda result: result.key), now, _tokens(profile), next(refusals, "")))
     return changed
 
 
@@ -199,6 +201,11 @@ class _Result:
     explanation: str
     seconds: float | None
     tokens_per_second: float | None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the policy does not plan this at all."""
+        return self.verdict is Verdict.INVALID and bool(self.explanation)
 
     @property
     def key(self) -> tuple[bool, float, bool]:
@@ -225,9 +232,10 @@ def _with_change(workload: Workload, site: Site, asked: _Again) -> _Result:
     return _Result(asked.policy, kept.verdict, "", kept.iteration_seconds, kept.tokens_per_second)
 
 
-def _gain(change: Change, best: _Result, now: float | None, tokens: int) -> Gain:
+def _gain(change: Change, best: _Result, now: float | None, tokens: int, refusal: str) -> Gain:
+    refused = refusal.partition(":")[0]  # without the cure, which is meant for a user who chose the policy
     if best.tokens_per_second is None:
-        return Gain(change, "", best.verdict, best.explanation, None, None, None, None)
+        return Gain(change, "", best.verdict, best.explanation, None, None, None, None, refused)
     each = 1 / best.tokens_per_second
     saved = None if now is None else now - each
     return Gain(
@@ -239,4 +247,5 @@ def _gain(change: Change, best: _Result, now: float | None, tokens: int) -> Gain
         best.tokens_per_second,
         None if saved is None else saved * tokens,
         None if saved is None or now is None else saved / now,
+        refused,
     )

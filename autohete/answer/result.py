@@ -111,6 +111,7 @@ class Gain:
         tokens_per_second: on all GPUs.
         saved_seconds: of the fastest iteration as it is now, for the same number of tokens; None if nothing fitted before.
         saved_share: of the time for a token.
+        refused: why the policy that is best now does not plan this; empty if it does.
     """
 
     change: Change
@@ -121,6 +122,7 @@ class Gain:
     tokens_per_second: float | None
     saved_seconds: float | None
     saved_share: float | None
+    refused: str = ""
 
     @property
     def helps(self) -> bool:

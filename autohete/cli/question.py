@@ -206,7 +206,8 @@ class Question:
     pinned_memory:
         Limit of page-locked host memory, such as 32GiB. Default: all of it.
     gpus:
-        GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
+        GPUs that train together, each with its own batch. If the hardware has no table [interconnect], they are assumed to be
+        joined over PCIe without peer-to-peer.
     """
 
     model: str | None = None

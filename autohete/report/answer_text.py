@@ -314,7 +314,7 @@ def _gains(answer: Answer) -> Iterator[str]:
         for gain in answer.gains:
             yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}", indent=2)
         if answer.profile.hardware.interconnect is None:
-            yield from _wrapped("one more GPU: not simulated, the hardware has no table [interconnect]", indent=2)
+            yield from _wrapped("one more GPU: not simulated, as it is not known how GPUs are joined here", indent=2)
     if answer.free:
         yield "what costs nothing:"
         for gain in answer.free:
@@ -331,13 +331,15 @@ def _gain(answer: Answer, gain: Gain) -> str:
         return "would not fit" if best is not None else "still does not fit"
     if gain.saved_seconds is None or gain.saved_share is None:
         return f"FITS, {format_seconds(seconds)} per iteration ({gain.policy})"
-    other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
+    other = ""
+    if best is not None and gain.policy != best.name:
+        other = f", with {gain.policy}: another policy" + (f", as {gain.refused}" if gain.refused else "")
     if not gain.helps:
         slower = f"{-100 * gain.saved_share:.0f} % slower" if gain.saved_share <= -NOISE else ""
         if gain not in answer.gains:
             return slower or "no faster"
         if not slower or gain.change.gpus is not None:  # what is bought may be left unused
-            return "no effect"
+            return f"no effect{other if gain.change.gpus is not None else ''}"
         return f"no effect, or {slower}: copies and CPU updates take DRAM bandwidth from each other"
     if gain.change.gpus is not None:
         return f"{gain.tokens_per_second:,.0f} tokens/s, {100 * gain.saved_share:.0f} % less time for a token{other}"

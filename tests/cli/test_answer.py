@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from support.answers import GIB, LARGE, MIB, NODE, QUICK, SYSTEM, TIGHT, TINY, WORKLOAD, answer, profile_at, site
 from support.command import SMALL, autohete, refused
 
-from autohete.answer import Answer, Candidate, Gain, Sampling, Site, find_answer
+from autohete.answer import Answer, Candidate, Gain, Sampling, Site, find_answer, gains
 from autohete.answer.draws import draw, open_figures
-from autohete.answer.policies import default_policies, ranked
+from autohete.answer.policies import default_policies, judged, ranked
+from autohete.answer.run import in_turn
 from autohete.cli.plan import with_options
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
@@ -201,14 +202,27 @@ def test_memory_binds_where_more_of_it_helps() -> None:
 
 @pytest.mark.slow
 def test_one_more_gpu_is_bought_by_tokens() -> None:
-    """Each GPU has its own batch, so its gain is in time for a token; without an interconnect it is not simulated."""
+    """Each GPU has its own batch, so its gain is in time for a token."""
     where = Site("a100-40gb-epyc7713", {})
     found = find_answer(analytic_profile(WORKLOAD, where.whole()), where, policies=("resident",), sampling=Sampling(0))
     gain = gain_of(found, "2 GPUs instead of 1")
     hardware = load_hardware("a100-40gb-epyc7713").shared_by(2)
     alone = simulated(analytic_profile(WORKLOAD, hardware), default_policies(2))
     assert gain.tokens_per_second == pytest.approx(max(s.tokens_per_second for s in alone.values()), rel=1e-6)
-    assert "one more GPU: not simulated" in said(answer())
+
+
+def test_a_second_gpu_is_planned_by_another_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best policy plans for one GPU only, the gain of a second one says so, and that its bandwidth is assumed."""
+    monkeypatch.setattr(gains, "default_policies", lambda gpus: ("resident",))
+    where = Site(NODE, {"gpu.memory": LARGE})
+    profile = analytic_profile(WORKLOAD, where.hardware())
+    (change,) = (each for each in gains.purchases(where, None) if each.gpus == 2)
+    best = judged(profile, "joint")
+    (gain,) = gains.simulate_changes(profile, where, [change], [best], ["joint"], in_turn)
+    assert (gain.policy, gain.refused) == ("resident", "joint plans for one GPU, not for 2")
+    shown = said(replace(answer(), candidates=(best,), gains=(gain,)))
+    assert "2 GPUs instead of 1, each with this batch, over PCIe without peer-to-peer (an assumption): " in shown
+    assert "with resident: another policy, as joint plans for one GPU, not for 2" in shown
 
 
 def test_chunked_loss_is_free() -> None:
