@@ -1,6 +1,7 @@
 """Imported first by the scripts of this folder: find the packages, and catch interrupts before the imports that take time.
 
 ``python experiments/NAME.py`` puts this folder on the path, not the repository's, so scripts import this module by itself.
+``python -m experiments.NAME`` needs only the interrupts, see ``__init__.py``.
 """
 
 from __future__ import annotations

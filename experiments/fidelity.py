@@ -20,7 +20,7 @@ native, any above 5 % paced, or a memory peak more than 3 % off.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import random

@@ -6,6 +6,8 @@ AutoHete plans each model of the published comparison on its node, with one of i
 of throughput without a technique is that technique's share: a technique that others can replace loses little. Where a model
 does not train without it, the technique is what makes it fit.
 
+``--model``, ``--hardware`` and ``--set`` ask for others.
+
 Writes ``fig_ablation.{png,pdf,csv}``.
 
 What would refute it: a measured ablation in which another technique matters most. Throughput may rise where priority is off:
@@ -14,7 +16,7 @@ taking the most urgent task that is ready is not always the best order, and may 
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,8 @@ from autohete.cli.app import run_app
 from autohete.files import make_folder
 from autohete.report.style import style
 from autohete.report.tables import table
-from experiments.comparison import AUTOHETE, MODELS, NODE
+from experiments.comparison import AUTOHETE
+from experiments.setting import PUBLISHED_NODE, Models, Where, kernels_of, model_of, size_of
 from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 #: Names of the techniques, with AutoHete without each.
@@ -47,10 +50,12 @@ WITHOUT = {
 NAMES = ("gpus", "batch_per_gpu", "model")
 
 
-def grid(models: Sequence[str], gpus: Mapping[int, int]) -> Grid:
+def grid(models: Sequence[str], gpus: Mapping[int, int], where: Where = PUBLISHED_NODE) -> Grid:
     """Every number of GPUs with its batch, every model, with all techniques and without each."""
     return {
-        (count, batch, model, policy): Cell(replace(MODELS[model], batch_size=batch), policy, NODE, (), count)
+        (count, batch, model, policy): Cell(
+            replace(model_of(model), batch_size=batch), policy, where.hardware, where.moved, count
+        )
         for count, batch in gpus.items()
         for model in models
         for policy in (AUTOHETE, *WITHOUT.values())
@@ -79,8 +84,9 @@ def draw(models: Sequence[str], gpus: Mapping[int, int], cells: Grid, summaries:
         rows = figure.subplots(len(gpus), 1, squeeze=False)[:, 0]
         for axes, (count, batch) in zip(rows, gpus.items(), strict=True):
             _draw_losses(axes, models, losses(models, count, batch, cells, summaries))
-            axes.set_title(f"{count} GPU{'s' * (count > 1)}, batch of {batch} per GPU: loss of throughput without it (%)")
-        rows[-1].set_xlabel("parameters of the model; simulated")
+            axes.set_title(f"{count} GPU{'s' * (count > 1)}, batch {batch} per GPU: loss of throughput without it (%)")
+        one = model_of(models[0])
+        rows[-1].set_xlabel(f"parameters of the model; {one.sequence_length} tokens, {kernels_of(one)}, simulated")
     return figure
 
 
@@ -92,7 +98,7 @@ def _draw_losses(axes: Axes, models: Sequence[str], lost: Mapping[str, Sequence[
             text = "no fit" if value is None else "0" if abs(value) < 0.05 else f"{value:.1f}"
             ink = "white" if value is not None and value > 25 else "black"
             axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
-    axes.set_xticks(range(len(models)), [f"{MODELS[model].parameters / 1e9:.1f}B" for model in models])
+    axes.set_xticks(range(len(models)), [size_of(model) for model in models])
     axes.set_yticks(range(len(lost)), list(lost), fontsize=7)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
@@ -115,9 +121,10 @@ def main(
     *,
     out: Path = FOLDER,
     jobs: int | None = None,
-    models: tuple[str, ...] = ("gpt-2b", "gpt-4b", "gpt-6b", "gpt-10b", "gpt-15b", "gpt-22b"),
+    models: Models = ("gpt-2b", "gpt-4b", "gpt-6b", "gpt-10b", "gpt-15b", "gpt-22b"),
     one: int = 8,
     four: int = 2,
+    where: Where = PUBLISHED_NODE,
 ) -> None:
     """Simulate, print and draw.
 
@@ -128,15 +135,17 @@ def main(
     jobs:
         Number of processes. By default one per core.
     models:
-        Models of the published comparison.
+        Models of the published comparison, or other models; repeatable.
     one:
         Batch on one GPU.
     four:
         Batch of each of four GPUs.
+    where:
+        The hardware.
     """
     make_folder(out)
     gpus = {1: one, 4: four}
-    cells = grid(models, gpus)
+    cells = grid(models, gpus, where)
     summaries = run_all(Cell.run, cells.values(), jobs)
     print_losses(models, gpus, cells, summaries)
     save(out, "fig_ablation", draw(models, gpus, cells, summaries), grid_lines(NAMES, cells, summaries))

@@ -6,6 +6,8 @@ The link between host and GPU, and the CPU's update of parameters, are made slow
 comparison: 16-fold and more around its own figures. All rates of a link, or of the CPU, change by the same factor. The
 host's DRAM is fast enough for everything, so that only these two figures decide.
 
+``--model``, ``--hardware`` and ``--set`` ask for others.
+
 Writes ``fig_hypothetical.{png,pdf,csv}``.
 
 What would refute it: a node with such figures on which another of these systems is the fastest by more than the errors of the
@@ -14,7 +16,7 @@ model.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +34,9 @@ from autohete.hardware import load_hardware
 from autohete.report.style import luminance, style
 from autohete.report.tables import table
 from autohete.simulate.summary import Summary
-from experiments.comparison import MODELS, NODE
-from experiments.shared import FOLDER, Cell, Grid, Moved, Summaries, grid_lines, look, print_table, run_all, save
+from experiments.looks import look
+from experiments.setting import PUBLISHED_NODE, Moved, Where, batch_of, model_of, size_of
+from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 POLICIES = (
     "zero_offload",
@@ -50,18 +53,20 @@ NAMES = ("link_gb_per_s", "cpu_gb_per_s")
 _DRAM = "20TB/s"
 
 
-def moved(link: int, cpu: int) -> Moved:
+def moved(link: int, cpu: int, where: Where = PUBLISHED_NODE) -> Moved:
     """The hardware figures for a link of ``link`` GB/s and an Adam kernel of ``cpu`` GB/s on the host."""
-    node = load_hardware(NODE)
+    node = load_hardware(where.hardware, dict(where.moved))
     links = {"h2d": node.h2d, "d2h": node.d2h}
-    faster, figures = link * 1e9 / node.h2d.bandwidth, {"host.memory_bandwidth": _DRAM}
+    faster, figures = link * 1e9 / node.h2d.bandwidth, dict(where.moved) | {"host.memory_bandwidth": _DRAM}
     for name, one in links.items():
         figures[f"links.{name}.bandwidth"] = _rate(one.bandwidth * faster)
         figures[f"links.{name}.duplex_bandwidth"] = _rate(one.duplex_bandwidth * faster)
-        figures[f"links.{name}.pageable_bandwidth"] = _rate((one.pageable_bandwidth or one.bandwidth) * faster)
+        if one.pageable_bandwidth is not None:
+            figures[f"links.{name}.pageable_bandwidth"] = _rate(one.pageable_bandwidth * faster)
     quicker = cpu * 1e9 / node.cpu.update_bandwidth
     figures["cpu.update_bandwidth"] = _rate(cpu * 1e9)
-    figures["cpu.elementwise_bandwidth"] = _rate((node.cpu.elementwise_bandwidth or node.cpu.update_bandwidth) * quicker)
+    if node.cpu.elementwise_bandwidth is not None:
+        figures["cpu.elementwise_bandwidth"] = _rate(node.cpu.elementwise_bandwidth * quicker)
     return tuple(figures.items())
 
 
@@ -69,10 +74,10 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.6g}GB/s"
 
 
-def grid(model: str, links: Sequence[int], cpus: Sequence[int]) -> Grid:
+def grid(model: str, links: Sequence[int], cpus: Sequence[int], where: Where = PUBLISHED_NODE) -> Grid:
     """Every pair of rates and policy."""
     return {
-        (link, cpu, policy): Cell(MODELS[model], policy, NODE, moved(link, cpu))
+        (link, cpu, policy): Cell(model_of(model), policy, where.hardware, moved(link, cpu, where))
         for link in links
         for cpu in cpus
         for policy in POLICIES
@@ -106,7 +111,9 @@ def limit_of(s: Summary) -> str:
     return str(max(s.idle_seconds, key=s.idle_seconds.__getitem__))
 
 
-def draw(model: str, links: Sequence[int], cpus: Sequence[int], winners: Mapping[tuple[object, ...], Best]) -> Figure:
+def draw(
+    model: str, links: Sequence[int], cpus: Sequence[int], winners: Mapping[tuple[object, ...], Best], where: Where
+) -> Figure:
     """Draw a map: the colour is the fastest system, the text its gain over the second and what limits it."""
     with style():
         figure = Figure(figsize=(6.0, 3.6), layout="constrained")
@@ -118,10 +125,11 @@ def draw(model: str, links: Sequence[int], cpus: Sequence[int], winners: Mapping
         axes.set_ylim(-0.5, len(cpus) - 0.5)
         axes.set_xticks(range(len(links)), map(str, links))
         axes.set_yticks(range(len(cpus)), map(str, cpus))
-        node = load_hardware(NODE)
-        axes.set_xlabel(f"host-to-GPU bandwidth (GB/s; published node: {node.h2d.bandwidth / 1e9:.0f})")
-        axes.set_ylabel(f"Adam on the CPU (GB/s; published node: {node.cpu.update_bandwidth / 1e9:.0f})")
-        axes.set_title(f"fastest system, gain over the second, and limit: {MODELS[model].parameters / 1e9:.1f}B, simulated")
+        node = load_hardware(where.hardware, dict(where.moved))
+        axes.set_xlabel(f"host-to-GPU bandwidth (GB/s; {where.hardware}: {node.h2d.bandwidth / 1e9:.0f})")
+        axes.set_ylabel(f"DRAM traffic of Adam on the CPU (GB/s; the node: {node.cpu.update_bandwidth / 1e9:.0f})")
+        setting = f"{size_of(model)}, {batch_of(model_of(model))}, simulated"
+        axes.set_title(f"fastest system, gain over the second, and limit\n{setting}")
         wins = dict.fromkeys(best.policy for best in winners.values())
         handles = [Patch(facecolor=look(policy).colour, label=look(policy).label) for policy in POLICIES if policy in wins]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
@@ -150,6 +158,7 @@ def main(
     model: str = "gpt-10b",
     links: tuple[int, ...] = (6, 12, 25, 50, 100, 200, 400),
     cpus: tuple[int, ...] = (17, 35, 69, 140, 280, 560),
+    where: Where = PUBLISHED_NODE,
 ) -> None:
     """Simulate, print and draw.
 
@@ -160,18 +169,20 @@ def main(
     jobs:
         Number of processes. By default one per core.
     model:
-        Model of the published comparison.
+        Model of the published comparison, or another one.
     links:
         Bandwidths from host to GPU, GB/s.
     cpus:
         DRAM traffic of Adam on the CPU, GB/s.
+    where:
+        The hardware.
     """
     make_folder(out)
-    cells = grid(model, links, cpus)
+    cells = grid(model, links, cpus, where)
     summaries = run_all(Cell.run, cells.values(), jobs)
     winners = best_of(cells, summaries)
     print_best(winners)
-    save(out, "fig_hypothetical", draw(model, links, cpus, winners), grid_lines(NAMES, cells, summaries))
+    save(out, "fig_hypothetical", draw(model, links, cpus, winners, where), grid_lines(NAMES, cells, summaries))
 
 
 if __name__ == "__main__":

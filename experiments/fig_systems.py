@@ -5,6 +5,8 @@ Command: ``python experiments/fig_systems.py [--out DIR] [--jobs N]``. Machine: 
 Bundled models of 3B, 8B and 14B parameters in bf16 with fused kernels, batches of 8 x 1024 tokens, on one GPU of the node of
 the published comparison, of a workstation and of a server with PCIe 5. Each system with its defaults.
 
+``--model``, ``--hardware`` and ``--set`` (for each machine) ask for others.
+
 Writes ``fig_systems.{png,pdf,csv}``.
 
 What would refute it: a measured ranking of two systems on one of these machines that is the other way round, by more than the
@@ -13,14 +15,15 @@ errors of the model (docs/results.md).
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from cyclopts import App
+from cyclopts import App, Parameter
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
@@ -30,16 +33,16 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES
 from autohete.report.style import style
 from autohete.report.tables import table
-from autohete.workload.config import read_model
+from experiments.setting import Models, Moved, Where, batch_of, model_of
 from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 NAMES = ("hardware", "model")
 
 
-def grid(machines: Sequence[str], models: Sequence[str], policies: Sequence[str]) -> Grid:
+def grid(machines: Sequence[str], models: Sequence[str], policies: Sequence[str], moved: Moved = ()) -> Grid:
     """Every machine, model and system."""
     return {
-        (machine, model, policy): Cell(read_model(model), policy, machine)
+        (machine, model, policy): Cell(model_of(model), policy, machine, moved)
         for machine in machines
         for model in models
         for policy in policies
@@ -81,7 +84,8 @@ def draw(machines: Sequence[str], models: Sequence[str], policies: Sequence[str]
             axes.text(middle, -0.65, machine, ha="center", va="bottom", fontsize=8)
         bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01)
         bar.set_label("share of the fastest")
-        figure.suptitle("tokens/s, simulated; or the memory that is too small")
+        one = model_of(models[0])
+        figure.suptitle(f"tokens/s, simulated, {batch_of(one)}; or the memory that is too small")
     return figure
 
 
@@ -100,9 +104,14 @@ def main(
     *,
     out: Path = FOLDER,
     jobs: int | None = None,
-    machines: tuple[str, ...] = ("a100-40gb-epyc7713", "rtx4090-workstation", "h100-pcie5"),
-    models: tuple[str, ...] = ("llama-3.2-3b", "llama-3.1-8b", "qwen3-14b"),
+    machines: Annotated[tuple[str, ...], Parameter(name=("--machines", "--hardware"))] = (
+        "a100-40gb-epyc7713",
+        "rtx4090-workstation",
+        "h100-pcie5",
+    ),
+    models: Models = ("llama-3.2-3b", "llama-3.1-8b", "qwen3-14b"),
     systems: tuple[str, ...] = tuple(POLICIES),
+    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
 ) -> None:
     """Simulate, print and draw.
 
@@ -113,14 +122,16 @@ def main(
     jobs:
         Number of processes. By default one per core.
     machines:
-        Hardware presets.
+        Hardware presets or files; repeatable.
     models:
-        Bundled models.
+        Bundled models, or files of others; repeatable.
     systems:
         Policies.
+    set_:
+        Change a hardware figure of each machine: KEY=VALUE. Repeatable.
     """
     make_folder(out)
-    cells = grid(machines, models, systems)
+    cells = grid(machines, models, systems, Where(set_=set_).moved)
     summaries = run_all(Cell.run, cells.values(), jobs)
     print_systems(systems, cells, summaries)
     save(out, "fig_systems", draw(machines, models, systems, cells, summaries), grid_lines(NAMES, cells, summaries))

@@ -9,7 +9,9 @@ Writes:
 - ``fig_throughput_variants.csv``: the speed-ups of AutoHete with another CPU step, which the paper does not describe;
 - ``fig_throughput_bounds.csv``: what the paper's ratios would require.
 
-The intervals come from ``paper_figs/fig_throughput_intervals.csv``, written by ``intervals.py``.
+It takes neither ``--model`` nor ``--hardware`` nor ``--set``, because the paper's numbers and the intervals are of its models
+and its node; ``autohete simulate`` answers for others. The intervals come from ``paper_figs/fig_throughput_intervals.csv``,
+written by ``intervals.py``.
 
 What would refute it: a published speed-up outside its interval, or a model that the paper trained but that does not fit in the
 simulation (or vice versa).
@@ -17,7 +19,7 @@ simulation (or vice versa).
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +38,7 @@ from autohete.hardware import load_hardware
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.quantities import format_bytes, format_seconds
-from autohete.report.style import BLUE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
+from autohete.report.style import save_figure, style
 from autohete.report.tables import console, or_dash, print_text, table
 from autohete.schedule import GPU
 from autohete.simulate import simulate
@@ -57,33 +59,14 @@ from experiments.comparison import (
 )
 from experiments.intervals import Interval
 from experiments.intervals import read as read_intervals
+from experiments.looks import look
+from experiments.setting import batch_of
 from experiments.shared import csv_text, run_all
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLook:
-    """Label and style of a policy."""
-
-    label: str
-    colour: str
-    hatch: str = ""
-
 
 GPUS = 1
 INTERVALS = Path(__file__).resolve().parents[1] / "paper_figs" / "fig_throughput_intervals.csv"
 #: Steps of AutoHete on the CPU beside the nominal one, which casts separately.
 VARIANTS = ("fused_casts", "fp32_upload")
-#: From dark to light they also differ in grey.
-LOOKS = {
-    ZERO_OFFLOAD[0]: PolicyLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "....."),
-    ZERO_OFFLOAD[1]: PolicyLook("ZeRO-Offload, DeepSpeed 0.8.3", PURPLE),
-    ZERO_OFFLOAD[2]: PolicyLook("ZeRO-Offload, DeepSpeed of 2026", PURPLE, "\\\\\\\\\\"),
-    "patrickstar": PolicyLook("PatrickStar", YELLOW),
-    "stronghold": PolicyLook("StrongHold", SKY),
-    NO_PRIORITY: PolicyLook("AutoHete, no priority", VERMILION, "/////"),
-    AUTOHETE: PolicyLook("AutoHete", BLUE),
-}
-
 Rows = Mapping[tuple[str, str], Summary]
 
 
@@ -347,14 +330,14 @@ def _draw_throughput(axes: Axes, rows: Rows, known: Sequence[Interval]) -> None:
     width = 0.84 / len(POLICIES)
     ranges = {(i.model, i.policy): i for i in known if i.model}
     for place, policy in enumerate(POLICIES):
-        look = LOOKS[policy]
+        seen = look(policy)
         for x, model in enumerate(models):
             summary = rows[model, policy]
             at = x + (place - (len(POLICIES) - 1) / 2) * width
-            label = look.label if x == 0 else None
+            label = seen.label if x == 0 else None
             rate, flops = summary.samples_per_second, summary.tflops_per_gpu
             axes.bar(
-                at, flops or 0.0, width, color=look.colour, hatch=look.hatch, label=label, edgecolor="white", linewidth=0.3
+                at, flops or 0.0, width, color=seen.colour, hatch=seen.hatch, label=label, edgecolor="white", linewidth=0.3
             )
             if summary.verdict is not Verdict.OK:
                 if policy == ZERO_OFFLOAD[1]:  # all three versions run out of memory together
@@ -365,19 +348,20 @@ def _draw_throughput(axes: Axes, rows: Rows, known: Sequence[Interval]) -> None:
     axes.set_xticks(range(len(models)), [f"{MODELS[model].parameters / 1e9:.1f}B" for model in models])
     axes.set_xlabel("parameters of the model")
     axes.set_ylabel("throughput (model TFLOP/s per GPU)")
-    axes.set_title("simulated throughput with 5 to 95 % interval, 1 x A100-40GB, batch 8 x 1024 tokens", fontsize="medium")
+    setting = batch_of(MODELS[models[0]])
+    axes.set_title(f"simulated throughput with 5 to 95 % interval, 1 x A100-40GB, {setting}", fontsize="medium")
 
 
 def _draw_ratios(axes: Axes, speedups: Sequence[Ratio]) -> None:
     for y, r in enumerate(reversed(speedups)):
-        look, paper = LOOKS[r.over], PUBLISHED[r.over]
-        colour = look.colour if look.colour != YELLOW else "#B8A800"  # yellow on white is hard to see as a line
+        seen, paper = look(r.over), PUBLISHED[r.over]
+        colour = seen.ink
         axes.plot([r.average.low, r.average.high], [y, y], color=colour, linewidth=1.2)
         figures = [r.average.figures_low, r.average.figures_high]
         axes.plot(figures, [y, y], color=colour, linewidth=5, alpha=0.4, solid_capstyle="butt")
         axes.plot(r.nominal.average, y, "o", color=colour, markersize=6)
         axes.plot(paper.average, y, "D", color="black", markersize=5, fillstyle="none")
-        axes.annotate(look.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        axes.annotate(seen.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_yticks([])
     axes.set_ylim(-0.6, len(speedups) - 0.2)
     axes.set_xlim(left=0.95)

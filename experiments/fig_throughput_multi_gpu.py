@@ -11,12 +11,14 @@ Writes ``fig_throughput_multi_gpu.{png,pdf,csv}`` and ``fig_throughput_multi_gpu
 speed-ups over the models that both train, with the 5 to 95 % of draws from the ranges of the node's figures. The predictions
 were made without the paper's results on four GPUs.
 
+``--model``, ``--hardware`` and ``--set`` ask for others.
+
 What would refute it: a published speed-up on four GPUs outside the interval, widened by the error of the model.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +39,15 @@ from autohete.report.style import style
 from autohete.report.tables import table
 from experiments.comparison import AUTOHETE, MODELS, NODE
 from experiments.intervals import draws
+from experiments.looks import look
+from experiments.setting import PUBLISHED_NODE, Models, Moved, Where, kernels_of, model_of, size_of
 from experiments.shared import (
     FOLDER,
     Cell,
     Grid,
-    Moved,
     Summaries,
     csv_text,
     grid_lines,
-    look,
     print_rates,
     print_table,
     run_all,
@@ -73,10 +75,12 @@ DRAWN = ("zero_offload", "patrickstar", "stronghold", AUTOHETE)
 LOW, HIGH = 5, 95
 
 
-def grid(models: Sequence[str], batches: Sequence[int], policies: Sequence[str], moved: Moved = ()) -> Grid:
+def grid(
+    models: Sequence[str], batches: Sequence[int], policies: Sequence[str], moved: Moved = (), hardware: str = NODE
+) -> Grid:
     """Every batch, model and policy."""
     return {
-        (GPUS, batch, model, policy): Cell(replace(MODELS[model], batch_size=batch), policy, NODE, moved, GPUS)
+        (GPUS, batch, model, policy): Cell(replace(model_of(model), batch_size=batch), policy, hardware, moved, GPUS)
         for batch in batches
         for model in models
         for policy in policies
@@ -164,24 +168,21 @@ def print_ratios(rows: Sequence[Row]) -> None:
 
 
 def draw(
-    models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid]
+    models: Sequence[str], batches: Sequence[int], cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid], where: Where
 ) -> Figure:
     """Draw throughput by model, one panel per batch, with whiskers for the systems that are drawn."""
     with style():
-        figure = Figure(figsize=(7.0, 1.0 + 1.8 * len(batches)), layout="constrained")
+        figure = Figure(figsize=(7.0, 1.2 + 1.8 * len(batches)), layout="constrained")
+        figure.suptitle(f"{GPUS} GPUs of {where.text}, {kernels_of(model_of(models[0]))}, simulated")
         for axes, batch in zip(figure.subplots(len(batches), 1, sharex=True, squeeze=False)[:, 0], batches, strict=True):
             _draw_batch(axes, models, batch, cells, summaries, drawn)
         axes.set_xlabel("parameters of the model (x: out of memory)")
         handles = [
-            Patch(facecolor=look(policy).colour, hatch=_HATCH.get(policy, ""), edgecolor="white", label=look(policy).label)
+            Patch(facecolor=look(policy).colour, hatch=look(policy).hatch, edgecolor="white", label=look(policy).label)
             for policy in POLICIES
         ]
-        figure.legend(handles=handles, loc="outside upper center", ncols=5)
+        figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
-
-
-#: Of neighbours that are alike in grey.
-_HATCH = {"zero_offload": "/////", "deep_optimizer_states": "\\\\\\", "patrickstar": ".....", "stronghold": "-----"}
 
 
 def _draw_batch(
@@ -195,26 +196,26 @@ def _draw_batch(
             if flops is None:
                 axes.plot(at, 2, "x", color="0.35", markersize=2.5, markeredgewidth=0.6)
                 continue
-            hatch = _HATCH.get(policy, "")
-            axes.bar(at, flops, width, color=seen.colour, hatch=hatch, edgecolor="white", linewidth=0.2)
+            axes.bar(at, flops, width, color=seen.colour, hatch=seen.hatch, edgecolor="white", linewidth=0.2)
             draws = [s for some in drawn.values() if key in some and (s := summaries[some[key]].tflops_per_gpu) is not None]
             if draws:
                 low, high = np.percentile(draws, [LOW, HIGH]).tolist()
                 axes.plot([at, at], [low, high], color="black", linewidth=0.7, solid_capstyle="butt")
-    axes.set_xticks(range(len(models)), [f"{MODELS[model].parameters / 1e9:.1f}B" for model in models])
+    axes.set_xticks(range(len(models)), [size_of(model) for model in models])
     axes.set_xlim(-0.5, len(models) - 0.5)
     axes.set_ylabel("model TFLOP/s per GPU")
-    axes.set_title(f"{GPUS} x A100-40GB, batch of {batch} x 1024 tokens per GPU, simulated")
+    axes.set_title(f"batch {batch} x {model_of(models[0]).sequence_length} tokens per GPU")
 
 
 def main(
     *,
     out: Path = FOLDER,
     jobs: int | None = None,
-    models: tuple[str, ...] = tuple(MODELS),
+    models: Models = tuple(MODELS),
     batches: tuple[int, ...] = (2, 8),
     samples: int = 8,
     seed: int = 1,
+    where: Where = PUBLISHED_NODE,
 ) -> None:
     """Simulate, print and draw.
 
@@ -225,27 +226,35 @@ def main(
     jobs:
         Number of processes. By default one per core.
     models:
-        Models of the published comparison.
+        Models of the published comparison, or other models; repeatable.
     batches:
         Batches of one GPU. The systems are drawn with the first of them.
     samples:
         Draws from the ranges of the node's figures; 0 for none.
     seed:
         Seed of the draws.
+    where:
+        The hardware.
     """
     make_folder(out)
-    cells = grid(models, batches, (*POLICIES, *OTHERS))
-    drawn = {moved: grid(models, batches[:1], DRAWN, moved) for moved in draws(NODE, samples, seed, GPUS)}
+    cells = grid(models, batches, (*POLICIES, *OTHERS), where.moved, where.hardware)
+    points = [tuple((dict(moved) | dict(where.moved)).items()) for moved in draws(where.hardware, samples, seed, GPUS)]
+    drawn = {moved: grid(models, batches[:1], DRAWN, moved, where.hardware) for moved in points}
     summaries = run_all(Cell.run, [cell for some in (cells, *drawn.values()) for cell in some.values()], jobs)
     rows = ratios(batches, cells, summaries, drawn)
     for batch in batches:
         of: Grid = {
             (m, p): cells[GPUS, batch, m, p] for m in models for p in reversed(POLICIES)
         }  # the last columns may not fit
-        print_rates(f"{GPUS} GPUs of {NODE}, batch of {batch} per GPU", of, summaries)
+        print_rates(f"{GPUS} GPUs of {where.text}, batch of {batch} per GPU", of, summaries)
     print_ratios(rows)
     write_text(out / "fig_throughput_multi_gpu_ratios.csv", csv_text(ratio_lines(rows)))
-    save(out, "fig_throughput_multi_gpu", draw(models, batches, cells, summaries, drawn), grid_lines(NAMES, cells, summaries))
+    save(
+        out,
+        "fig_throughput_multi_gpu",
+        draw(models, batches, cells, summaries, drawn, where),
+        grid_lines(NAMES, cells, summaries),
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Command: ``python experiments/fig_timeline.py [--out DIR]``. Machine: any; every
 One steady iteration of a model of the published comparison, on its node: one row of lanes per system, on one time axis. The
 CSV file has the busy time of each lane, how much of it the GPU's work hides, and the GPU's idle time by cause.
 
+``--model``, ``--hardware`` and ``--set`` ask for others.
+
 Writes ``fig_timeline.{png,pdf,csv}``.
 
 What would refute it: a trace from the real system in which another lane is the busiest, or whose GPU waits for something else.
@@ -12,7 +14,7 @@ What would refute it: a trace from the real system in which another lane is the 
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from pathlib import Path
@@ -21,6 +23,7 @@ from cyclopts import App
 
 from autohete.analysis.usage import Cause
 from autohete.cli.app import run_app
+from autohete.errors import InputError
 from autohete.files import make_folder
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
@@ -32,8 +35,9 @@ from autohete.schedule import CPU, D2H, GPU, H2D
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation
 from autohete.simulate.summary import Summary, answer
-from experiments.comparison import MODELS, NODE
-from experiments.shared import FOLDER, look, print_table, save
+from experiments.looks import look
+from experiments.setting import PUBLISHED_NODE, Where, batch_of, model_of, size_of
+from experiments.shared import FOLDER, print_table, save
 
 POLICIES = ("zero_offload", "patrickstar", "stronghold", "autohete")
 LANES = (GPU, H2D, D2H, CPU)
@@ -41,12 +45,13 @@ LANES = (GPU, H2D, D2H, CPU)
 ITERATION = 6
 
 
-def simulate(model: str) -> dict[str, tuple[Summary, Simulation]]:
+def simulate(model: str, where: Where) -> dict[str, tuple[Summary, Simulation]]:
     """The answer of each system."""
-    simulations = {}
+    simulations, profile = {}, analytic_profile(model_of(model), load_hardware(where.hardware, dict(where.moved)))
     for policy in POLICIES:
-        summary, simulation = answer(analytic_profile(MODELS[model], load_hardware(NODE)), parse_policy(policy))
-        assert simulation is not None, f"{policy} trains {model}"
+        summary, simulation = answer(profile, parse_policy(policy))
+        if simulation is None or summary.iteration_seconds is None:
+            raise InputError(f"{policy} does not train {model} on {where.text}: {summary.explanation}")
         simulations[policy] = summary, simulation
     return simulations
 
@@ -72,7 +77,7 @@ def print_idle(model: str, simulations: dict[str, tuple[Summary, Simulation]]) -
     print_table(shown)
 
 
-def main(*, out: Path = FOLDER, jobs: int | None = None, model: str = "gpt-4b") -> None:
+def main(*, out: Path = FOLDER, jobs: int | None = None, model: str = "gpt-4b", where: Where = PUBLISHED_NODE) -> None:
     """Simulate, print and draw.
 
     Parameters
@@ -82,13 +87,14 @@ def main(*, out: Path = FOLDER, jobs: int | None = None, model: str = "gpt-4b") 
     jobs:
         Not used: four simulations take a second.
     model:
-        Model of the published comparison.
+        Model of the published comparison, or another one.
+    where:
+        The hardware.
     """
     make_folder(out)
-    simulations = simulate(model)
+    simulations = simulate(model, where)
     runs = [(look(policy).label, SimExecutor().run(one.schedule, ITERATION + 2)) for policy, (_, one) in simulations.items()]
-    batch = f"{MODELS[model].batch_size} x {MODELS[model].sequence_length}"
-    title = f"one iteration of {MODELS[model].parameters / 1e9:.1f}B parameters, batch of {batch} tokens, {NODE}"
+    title = f"one iteration of {size_of(model)}, {batch_of(model_of(model))}, {where.text}"
     print_idle(model, simulations)
     save(out, "fig_timeline", stacked_figure(runs, ITERATION, title), lines(model, simulations))
 

@@ -22,7 +22,7 @@ training with updates alike is not bit-identical; a mean absolute error of the i
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import gc

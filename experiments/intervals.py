@@ -19,7 +19,7 @@ What would refute it: a published speed-up outside its interval.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import csv

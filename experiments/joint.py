@@ -12,7 +12,7 @@ What would refute it: a model that ``joint`` trains slower than ``autohete``, or
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import time

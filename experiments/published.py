@@ -13,7 +13,7 @@ worst, phases off by more than 15 % on average, or a wrong memory verdict.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import json
@@ -25,10 +25,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
 from cyclopts import App
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from pydantic import BaseModel, ConfigDict, Field
 
 from autohete.cli.app import run_app
@@ -39,7 +37,7 @@ from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
 from autohete.policies import parse_policy, traffic
 from autohete.quantities import format_seconds
-from autohete.report.style import BLUE, ORANGE, save_figure, style
+from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, save_figure, style
 from autohete.report.tables import console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
@@ -345,39 +343,52 @@ def show(results: Sequence[Check]) -> None:
     out.print(summary)
 
 
+#: Marks of the groups of :func:`scores`, and of what is in none of them.
+_MARKS = {
+    "iteration time": ("o", BLUE),
+    "phases": ("^", ORANGE),
+    "GPU peaks": ("s", GREEN),
+    "longest sequences": ("D", PURPLE),
+    "calibrates a figure": ("x", "0.45"),
+}
+
+
+def _group(check: Check) -> str:
+    if check.calibrates:
+        return "calibrates a figure"
+    if check.is_time:
+        return "iteration time" if check.phase == "iteration" else "phases"
+    return "GPU peaks" if check.phase == PEAK else "longest sequences"
+
+
 def draw(rows: Sequence[Check]) -> Figure:
-    """Draw predicted against measured seconds: one point per phase."""
-    timed = [c for c in rows if c.is_time]
+    """Draw the error of each prediction: a line per source, a mark per group, and the mean error of the source's iterations."""
+    shown = [c for c in rows if c.phase not in (VERDICT, COUNT)]
+    titles = list(dict.fromkeys(c.source for c in shown))
     with style():
-        figure = Figure(figsize=(4.4, 4.0), layout="constrained")
+        figure = Figure(figsize=(7.0, 0.9 + 0.2 * len(titles)), layout="constrained")
         axes = figure.subplots()
-        limits = np.array([min(c.measured for c in timed) / 1.6, max(c.measured for c in timed) * 1.6])
-        axes.fill_between(limits, limits * 0.8, limits * 1.2, color="0.9", linewidth=0, label="within 20 %")
-        axes.plot(limits, limits, color="0.4", linewidth=0.8)
-        groups = (
-            ("iteration", "o", BLUE, [c for c in timed if c.phase == "iteration" and not c.calibrates]),
-            ("phase of an iteration", "^", ORANGE, [c for c in timed if c.phase != "iteration" and not c.calibrates]),
-            ("calibrates a figure", "x", "0.5", [c for c in timed if c.calibrates]),
-        )
-        for label, marker, colour, some in groups:
-            axes.plot(
-                [c.measured for c in some],
-                [c.predicted for c in some],
-                marker,
-                color=colour,
-                label=label,
-                markersize=5,
-                alpha=0.85,
-            )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_aspect("equal")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("measured by others (s)")
-        axes.set_ylabel("predicted (s)")
-        axes.legend(loc="upper left", fontsize=7)
+        axes.axvspan(-20, 20, color="0.93", linewidth=0, label="within 20 %")
+        axes.axvline(0, color="0.4", linewidth=0.8)
+        for group, (marker, colour) in _MARKS.items():
+            some = [c for c in shown if _group(c) == group]
+            places, errors = [titles.index(c.source) for c in some], [100 * c.error for c in some]
+            axes.plot(errors, places, marker, color=colour, label=group, markersize=4, alpha=0.8)
+        axes.set_yticks(range(len(titles)), titles, fontsize=6.5)
+        axes.set_ylim(len(titles) - 0.5, -0.5)
+        axes.grid(axis="y", color="0.9", linewidth=0.5)
+        axes.set_xlabel("error of the simulated prediction against what others measured (%)")
+        means = axes.secondary_yaxis("right")
+        means.set_yticks(range(len(titles)), [_mean_error(shown, title) for title in titles], fontsize=6.5)
+        means.tick_params(length=0)
+        axes.set_title("mean error of iterations", loc="right", fontsize=7)
+        figure.legend(loc="outside upper center", ncols=6)
     return figure
+
+
+def _mean_error(rows: Sequence[Check], title: str) -> str:
+    errors = [abs(c.error) for c in rows if c.source == title and _group(c) == "iteration time"]
+    return f"{100 * mean(errors):.0f} %" if errors else "-"
 
 
 def main(*, out: Path = Path("paper_figs")) -> None:

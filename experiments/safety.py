@@ -13,7 +13,7 @@ What would refute it: a plan for which no waits are found, or waits that make an
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import csv

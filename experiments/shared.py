@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,13 +22,12 @@ from autohete.files import make_folder, write_text
 from autohete.hardware import Hardware, load_hardware
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save_figure, style
+from autohete.report.style import save_figure, style
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.simulate.summary import Summary, answer
 from autohete.workload import Workload
-
-#: Hardware figures that differ from the preset, as ``--set`` takes them.
-Moved = tuple[tuple[str, str], ...]
+from experiments.looks import look
+from experiments.setting import Moved
 
 FOLDER = Path("paper_figs")
 
@@ -115,39 +114,7 @@ def _rate(s: Summary) -> str:
     return s.verdict.removesuffix("-out-of-memory") + " short" if s.tokens_per_second is None else f"{s.tokens_per_second:,.0f}"
 
 
-# --- looks --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SystemLook:
-    """Label, colour, marker and line style of a system; each differs in more than colour."""
-
-    label: str
-    colour: str
-    marker: str
-    line: Literal["-", "--", "-.", ":"] = "-"
-
-
-#: By policy without flags; the longest beginning of a policy's text counts.
-LOOKS = {
-    "resident": SystemLook("all on the GPU", GREY, "X"),
-    "resident:zero_stage": SystemLook("ZeRO stage 3, all on the GPUs", GREY, "X"),
-    "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s"),
-    "patrickstar": SystemLook("PatrickStar", ORANGE, "D"),
-    "stronghold": SystemLook("StrongHold", SKY, "^"),
-    "fsdp2_offload": SystemLook("FSDP2 offload", "black", "v", ":"),
-    "zero3_offload": SystemLook("ZeRO-3 offload", "#8C564B", "<", "-."),
-    "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
-    "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--"),
-    "streamed_states": SystemLook("streamed states", "#7A5195", "h", "-."),
-    "autohete": SystemLook("AutoHete", BLUE, "o"),
-    "joint": SystemLook("joint", VERMILION, "d", "--"),
-}
-
-
-def look(policy: str) -> SystemLook:
-    """Return the look of ``policy``."""
-    return LOOKS[max((name for name in LOOKS if policy.startswith(name)), key=len)]
+# --- lines --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +134,11 @@ class Panel:
     lines: Mapping[str, Sequence[tuple[float, float | None]]]
 
 
-def draw_panels(panels: Sequence[Panel]) -> Figure:
-    """Draw panels with the same systems side by side, each over a logarithmic axis, with their legend above."""
+def draw_panels(panels: Sequence[Panel], title: str) -> Figure:
+    """Draw panels with the same systems side by side over logarithmic axes, with ``title`` above and their legend below."""
     with style():
-        figure = Figure(figsize=(7.0, 2.7), layout="constrained")
+        figure = Figure(figsize=(7.0, 2.9), layout="constrained")
+        figure.suptitle(title)
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             for policy, points in panel.lines.items():
                 _draw_line(axes, policy, points)
@@ -180,31 +148,30 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
             axes.set_ylim(bottom=0)
             axes.set_xlabel(panel.x)
             axes.set_ylabel(panel.y)
-            axes.set_title(panel.title)
+            axes.set_title(panel.title, fontsize=8)
         policies = list(panels[0].lines)
         handles = [_handle(policy) for policy in policies]
         handles.append(Line2D([], [], linestyle="none", label="(no point: does not fit)"))
-        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles) if len(handles) <= 6 else 4)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles) if len(handles) <= 6 else 4)
     return figure
 
 
 def _handle(policy: str) -> Line2D:
     drawn = look(policy)
-    return Line2D([], [], color=drawn.colour, linestyle=drawn.line, marker=drawn.marker, markersize=4, label=drawn.label)
+    return Line2D([], [], color=drawn.ink, linestyle=drawn.line, marker=drawn.marker, markersize=4, label=drawn.label)
 
 
 def _draw_line(axes: Axes, policy: str, points: Sequence[tuple[float, float | None]]) -> None:
     drawn = look(policy)
     xs, ys = [x for x, _ in points], [float("nan") if y is None else y for _, y in points]
-    edge = "0.3" if drawn.colour == YELLOW else drawn.colour  # yellow on white is hard to see
     axes.plot(
         xs,
         ys,
         drawn.line,
-        color=drawn.colour,
+        color=drawn.ink,
         marker=drawn.marker,
         markersize=4,
-        markeredgecolor=edge,
+        markeredgecolor=drawn.ink,
         markeredgewidth=0.5,
         clip_on=False,
     )
@@ -226,7 +193,7 @@ def lines_figure(
     make_folder(path.parent)
     summaries = run_all(Cell.run, cells.values(), jobs)
     print_rates(title, cells, summaries)
-    save(path.parent, path.name, draw_panels(panels(summaries)), grid_lines(names, cells, summaries))
+    save(path.parent, path.name, draw_panels(panels(summaries), title), grid_lines(names, cells, summaries))
 
 
 def ticks(values: Iterable[int]) -> dict[int, str]:

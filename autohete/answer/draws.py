@@ -18,8 +18,8 @@ MOST_DRAWS = 1_000
 #: Figures that the user knows: their ranges describe the machines on the market, not uncertainty about one machine.
 #: A count, such as of sockets, is also nothing that can be drawn between two of its values.
 _KNOWN = ("host.memory", "host.memory_domains", "cpu.cores", "gpu.multiprocessors", "interconnect.gpus")
-#: Figures that affect several GPUs only.
-_OF_SEVERAL = ("interconnect.", "cpu.ranks_")
+#: How the keys of figures begin that affect several GPUs only.
+OF_SEVERAL = ("interconnect.", "cpu.ranks_")
 #: Rates of a link that follow its bandwidth where only that is given.
 _BANDWIDTH = "bandwidth"
 
@@ -56,7 +56,7 @@ def open_figures(source: str, given: Collection[str], gpus: int = 1) -> list[Unc
 def figures_of(source: str, gpus: int = 1) -> list[UncertainFigure]:
     """Return the figures of hardware ``source`` that have a range and matter to so many GPUs."""
     figures = uncertain_figures(source)
-    return [each for each in figures if not each.key.startswith(_OF_SEVERAL)] if gpus == 1 else figures
+    return [each for each in figures if not each.key.startswith(OF_SEVERAL)] if gpus == 1 else figures
 
 
 def at_shares(figures: Sequence[UncertainFigure], shares: Array) -> Array:

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from autohete.answer.result import AND, Change, Gain
 from autohete.answer.site import Site
-from autohete.hardware import Hardware
+from autohete.hardware import OVER_PCIE, Hardware
 from autohete.quantities import format_bytes
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
@@ -43,7 +43,8 @@ def single_purchases(site: Site, simulation: Simulation | None) -> Iterator[Chan
     if now.interconnect is not None:
         more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus
         if more <= now.interconnect.gpus or now.interconnect.network_bandwidth is not None:
-            yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch", {}, gpus=more, item="gpus")
+            assumed = f", {OVER_PCIE} (an assumption)" if now.interconnect.assumed else ""
+            yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch{assumed}", {}, gpus=more, item="gpus")
 
 
 def _host_purchases(now: Hardware) -> Iterator[Change]:

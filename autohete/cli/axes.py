@@ -230,10 +230,10 @@ def check_keys(keys: Sequence[str], nodes: Iterable[str]) -> None:
         InputError: there is no such key, or a key is given twice.
     """
     from autohete.hardware import written_figures
-    from autohete.hardware.document import PINNED_MEMORY, WORDS
+    from autohete.hardware.document import ABSENT, WORDS
 
     figures = dict.fromkeys(figure.key for node in nodes for figure in written_figures(node))
-    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures, PINNED_MEMORY, *WORDS])
+    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures, *ABSENT, *WORDS])
     meant = [SHORT_FOR.get(key, key) for key in keys]
     for key, meaning in zip(keys, meant, strict=True):
         if key not in allowed:

@@ -40,9 +40,10 @@ def check(file: str, /) -> None:
     from collections import Counter
 
     from autohete.hardware import left_out, read_hardware, written_figures
+    from autohete.hardware.pcie import DEFAULT
 
     notes = read_hardware(file).hardware().remarks
-    homes = Counter(figure.home for figure in written_figures(file))
+    homes = Counter(figure.home for figure in written_figures(file) if figure.home != DEFAULT)
     inherited = (f", {count} of them from {home}" for home, count in homes.items() if home != str(Path(file)))
     print("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *left_out(file), *notes]))
 

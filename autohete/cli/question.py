@@ -213,7 +213,8 @@ class Question:
     system_memory:
         Host memory that is left to the system.
     gpus:
-        GPUs that train together, each with its own batch; needs hardware with a table [interconnect].
+        GPUs that train together, each with its own batch. If the hardware has no table [interconnect], they are assumed to be
+        joined over PCIe without peer-to-peer.
     """
 
     model: Annotated[str | None, Parameter(group=MODEL)] = None

@@ -52,11 +52,13 @@ def shifts(question: Question, over: Sequence[tuple[str, list[str]]]) -> list[Sh
 
 def _figures(question: Question) -> dict[str, tuple[str, tuple[str, str] | None]]:
     """Return the value of each figure of the hardware, as it is set, and its range if it is not set."""
+    from autohete.answer.draws import OF_SEVERAL
     from autohete.hardware import written_figures
 
     figures: dict[str, tuple[str, tuple[str, str] | None]] = {}
     for figure in written_figures(question.hardware):
-        ends = None if figure.range is None else (str(figure.range[0]), str(figure.range[1]))
+        idle = question.gpus == 1 and figure.key.startswith(OF_SEVERAL)
+        ends = None if figure.range is None or idle else (str(figure.range[0]), str(figure.range[1]))
         figures[figure.key] = (str(figure.value), ends)
     given = [key_value(item) for item in question.set_]
     given += [

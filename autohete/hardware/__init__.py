@@ -5,7 +5,7 @@ has the plain numbers for the model (``node.py``).
 """
 
 from autohete.hardware.document import preset_names, presets_like
-from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
+from autohete.hardware.node import OVER_PCIE, Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
 from autohete.hardware.schema import (
     HardwareFile,
     UncertainFigure,
@@ -18,6 +18,7 @@ from autohete.hardware.schema import (
 )
 
 __all__ = [
+    "OVER_PCIE",
     "Cpu",
     "Gpu",
     "Hardware",

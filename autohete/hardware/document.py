@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete.errors import InputError, unknown_name
+from autohete.hardware.pcie import JOIN, joined
 from autohete.quantities import parse_quantity
 
 #: How the name of a profile ends, which has the hardware that it was measured on.
@@ -25,10 +26,11 @@ BASE = "base"
 WITHOUT = "without"
 #: A figure is ``table.table.figure.value``; tables nested deeper than this mean nothing.
 _DEEPEST = 8
-#: The one figure that can be set where a file leaves it out: a limit of the system, not of the machine.
-PINNED_MEMORY = "host.pinned_memory"
-#: Keys of a host that take a word, not a figure: where the memory is that copies use, and how pinned arrays are rounded.
-WORDS = ("host.numa", "host.pinned_rounding")
+#: Figures that can be set where a file leaves them out: a limit of the system, not of the machine, and how nodes are joined.
+ABSENT = ("host.pinned_memory", f"{JOIN}.network_bandwidth", f"{JOIN}.network_latency")
+#: Keys that take a word, not a figure: where the memory is that copies use, how pinned arrays are rounded, and whether GPUs
+#: copy to each other directly or through host memory.
+WORDS = ("host.numa", "host.pinned_rounding", f"{JOIN}.path")
 #: Rates of a link that keep their proportion to its bandwidth if only the bandwidth is changed.
 _FOLLOW = ("duplex_bandwidth", "pageable_bandwidth")
 #: How the source of a rate begins that was scaled with the bandwidth of its link.
@@ -283,7 +285,8 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
         InputError: ``document`` has no such figure, because unified hardware has no host or for another reason, or the figure
             is a plain number and the text is not.
     """
-    known = [*figure_keys(document), PINNED_MEMORY, *WORDS]
+    with_join = joined(document)
+    known = [*figure_keys(with_join), *ABSENT, *WORDS]
     changes: dict[str, Any] = {}
     for key, text in overrides.items():
         if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):
@@ -297,9 +300,11 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
         node[name] = (
             text
             if key in WORDS
-            else {"value": _number_like(document, key, text), "source": "an override", "date": date.today().isoformat()}
+            else {"value": _number_like(with_join, key, text), "source": "an override", "date": date.today().isoformat()}
         )
-    return changed(document, changes)
+    join = changes.pop(JOIN, None)
+    after = joined(changed(document, changes))  # the default over PCIe follows the links
+    return after if join is None else changed(after, {JOIN: join})
 
 
 def _number_like(document: Mapping[str, Any], key: str, text: str) -> int | float | str:

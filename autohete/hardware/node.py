@@ -16,6 +16,8 @@ _ROUNDING = 1 + 1e-5
 #: The form of the name of a place, and names that other memories have.
 _PLACE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
 _TAKEN_NAMES = ("gpu", "host", "pinned")
+#: How GPUs are joined that have nothing better.
+OVER_PCIE = "over PCIe without peer-to-peer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,9 @@ class Interconnect:
         network_latency_seconds: fixed cost of one step from node to node.
         concurrent_share: share of its speed that the GPU keeps while it takes part in a collective. NCCL's kernels occupy
             multiprocessors and memory bandwidth; copy engines would not.
+        through_host: GPUs of a node do not copy to each other: the sender writes to host memory, and the receiver reads it, so
+            that collectives share links and DRAM with copies.
+        assumed: the bandwidth is the default over PCIe, not a figure of the hardware.
     """
 
     gpus: int
@@ -228,6 +233,16 @@ class Interconnect:
     network_bandwidth: float | None = None
     network_latency_seconds: float = 0.0
     concurrent_share: float = 1.0
+    through_host: bool = False
+    assumed: bool = False
+
+    def within(self, host: Host) -> Interconnect:
+        """Return the interconnect if each GPU has the part ``host`` of the host.
+
+        What goes through host memory is written and read there, by each GPU as much as it sends.
+        """
+        limit = host.usable_bandwidth / 2
+        return replace(self, bandwidth=limit) if self.through_host and self.bandwidth > limit else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +309,15 @@ class Hardware:
         return 1.0 if self.gpus == 1 or self.interconnect is None else self.interconnect.concurrent_share
 
     @property
+    def collectives_through_host(self) -> float:
+        """Bytes/s that a collective writes to host memory and reads there; 0 if it does not use it."""
+        join = self.interconnect
+        if self.gpus == 1 or join is None or not join.through_host:
+            return 0.0
+        network = join.network_bandwidth if self.gpus > join.gpus else None
+        return 2 * min(join.bandwidth, network or join.bandwidth)
+
+    @property
     def cpu_lost_beside_gpu(self) -> float:
         """The least CPU time, in seconds, that each second of undisturbed GPU work takes from the CPU's work."""
         kept = self.kept_beside_collectives
@@ -329,8 +353,8 @@ class Hardware:
         join = self.interconnect
         if join is None:
             raise InputError(
-                f"{self.name} does not describe how its GPUs are connected: for {gpus} of them give hardware with a table "
-                "[interconnect]"
+                f"{self.name} does not describe how its GPUs are connected, and its links are not PCIe: for {gpus} of them "
+                "give hardware with a table [interconnect]"
             )
         here = min(gpus, join.gpus)
         if gpus % here:
@@ -344,11 +368,15 @@ class Hardware:
         together, elementwise = cpu.ranks_update_bandwidth, None
         if together is None:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
+        host = self.host.shared_by(here)
+        shared = join.within(host)
         return replace(
             self,
+            notes=(*self.notes, *_join_notes(join, shared, gpus)),
+            interconnect=shared,
             h2d=self.h2d.shared_by(here, join.gpus),
             d2h=self.d2h.shared_by(here, join.gpus),
-            host=self.host.shared_by(here),
+            host=host,
             cpu=replace(
                 cpu,
                 cores=max(cpu.cores // here, 1),
@@ -358,6 +386,16 @@ class Hardware:
             places=tuple(place.shared_by(here) for place in self.places),
             gpus=gpus,
         )
+
+
+def _join_notes(join: Interconnect, shared: Interconnect, gpus: int) -> list[str]:
+    """Describe an interconnect that is assumed, or slower than its figure."""
+    rate, dram = f"{shared.bandwidth / 1e9:.3g} GB/s", ""
+    if shared.bandwidth < join.bandwidth:
+        dram = f", not {join.bandwidth / 1e9:.3g}, because DRAM writes and reads each byte"
+    if join.assumed:
+        return [f"{gpus} GPUs {OVER_PCIE}: {rate}{dram}, an assumption (interconnect.bandwidth); each has the link of one"]
+    return [f"{gpus} GPUs through host memory: {rate}{dram}"] if dram else []
 
 
 def _beyond_dram(hardware: Hardware) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
+from autohete.hardware.pcie import ASSUMED, DEFAULT, joined
 from autohete.quantities import EXAMPLES, UNITS, parse_quantity
 
 
@@ -161,6 +162,7 @@ class PlaceFigures(_Table):
 
 class InterconnectFigures(_Table):
     model: str
+    path: Literal["direct", "host"] = "direct"
     gpus: Figure[_Count]
     bandwidth: Figure[_Bandwidth]
     latency: Figure[_Time]
@@ -177,7 +179,8 @@ class HardwareFile(_Table):
     """A hardware TOML file with its bases. Strict: an unknown key, a missing figure or one without its unit is an error.
 
     Optional figures have neutral defaults, see :class:`Gpu`, :class:`Link`, :class:`Host`, :class:`Cpu` and
-    :class:`Interconnect`. Unified hardware has no links and no host; all other hardware needs both, and an update bandwidth.
+    :class:`Interconnect`. Without a table for the interconnect, PCIe is assumed (``pcie.py``). Unified hardware has no links
+    and no host; all other hardware needs both, and an update bandwidth.
     """
 
     name: str = Field(pattern=r"^[\w.+-]+$", max_length=100)
@@ -190,6 +193,16 @@ class HardwareFile(_Table):
     places: dict[_PlaceName, PlaceFigures] = Field(default_factory=dict)
     interconnect: InterconnectFigures | None = None
     emulation: EmulationFigures | None = None
+
+    @classmethod
+    def of(cls, document: object) -> Self:
+        """Validate a raw document, after adding the default over PCIe.
+
+        Raises:
+            ValidationError: it is not the document of a hardware file.
+        """
+        # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
+        return cls.model_validate_json(json.dumps(joined(document) if isinstance(document, Mapping) else document))
 
     def hardware(self) -> Hardware:
         """Convert to plain numbers in SI units."""
@@ -315,6 +328,8 @@ def _interconnect(figures: InterconnectFigures) -> Interconnect:
         _value(figures.network_bandwidth),
         0.0 if figures.network_latency is None else figures.network_latency.value,
         1.0 if figures.concurrent_share is None else figures.concurrent_share.value,
+        figures.path == "host",
+        figures.bandwidth.source.startswith(ASSUMED),
     )
 
 
@@ -389,8 +404,7 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
 def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> HardwareFile:
     document = overridden(combine(chain), overrides) if overrides else combine(chain)
     try:
-        # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
-        checked = HardwareFile.model_validate_json(json.dumps(document))
+        checked = HardwareFile.of(document)
     except ValidationError as error:
         faults = "; ".join([*(_fault(chain, fault) for fault in error.errors()), *_of_pool(chain, document)])
         raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
@@ -492,7 +506,7 @@ class WrittenFigure:
         value: a number, or text with a unit.
         range: both ends of the published values, as ``value``; None without a range.
         source, date: where the value comes from, and of when that is.
-        home: the preset or file that gives it: the requested one, or one of its bases.
+        home: the preset or file that gives it: the requested one, or one of its bases; or "the default over PCIe".
     """
 
     key: str
@@ -511,13 +525,12 @@ def written_figures(source: str | Path) -> list[WrittenFigure]:
     """
     chain = read_chain(str(source))
     _validated(chain, {})
-    document = combine(chain)
+    document = joined(combine(chain))
     figures = []
     for key in figure_keys(document):
         figure = find(document, key)
         ends = tuple(figure["range"]) if "range" in figure else None
-        home = _home(chain, key)
-        assert home is not None
+        home = _home(chain, key) or DEFAULT
         figures.append(WrittenFigure(key, figure["value"], ends, figure["source"], figure["date"], home))
     return figures
 

@@ -7,7 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from autohete.hardware.document import WITHOUT, preset_names
+from autohete.hardware.document import WITHOUT, combine, find, preset_names, read_chain
+from autohete.hardware.pcie import DEFAULT
 from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
 
 _HEAD = """\
@@ -23,7 +24,7 @@ def new_hardware_text(path: str, base: str) -> str:
     Raises:
         InputError: ``base`` is not valid.
     """
-    document, figures = read_hardware(base), {figure.key: figure for figure in written_figures(base)}
+    document, figures = read_hardware(base), {each.key: each for each in written_figures(base) if each.home != DEFAULT}
     name = re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100]
     lines = [
         f"base = {_toml(base if base in preset_names() else _relative(base, path))}",
@@ -32,7 +33,7 @@ def new_hardware_text(path: str, base: str) -> str:
     ]
     figure_keys, model_keys = known_keys([*document.places] or ["nvme"])
     optional = [f"places.{name}" for name in document.places]
-    optional += [key for key in ("interconnect", "emulation") if getattr(document, key) is not None]
+    optional += [key for key in ("interconnect", "emulation") if find(combine(read_chain(base)), key) is not None]
     lines += ["", "# What the base has and this hardware has not: tables or figures.", f"#{WITHOUT} = {json.dumps(optional)}"]
     lines += ["", "# CPU and GPU have one pool of memory, gpu.memory: then without links and host.", "#unified = true"]
     lines += ["", *(f"#{key} = {_toml(_model(document, key))}" for key in model_keys)]

@@ -93,6 +93,7 @@ def shared_bandwidth(
     proportionally. A place reads and writes in turns unless it has a rate for both together. Of drives, both ends of PCIe can
     send at once, but flash and its controller serve one or the other (mixed sequential accesses in AnandTech's tests of the
     Samsung SM951 and others; the steps of the logs of MLP-Offload take the sum of both).
+    A collective through host memory writes what it sends and reads what it receives: it takes as much of the link and of DRAM.
     If the CPU stands in for the device, every lane is a thread on its cores as well.
     """
     if hardware.unified:
@@ -109,10 +110,12 @@ def shared_bandwidth(
         rates = zip(of_places[place.name], (place.read_bandwidth, place.write_bandwidth), strict=True)
         flows = (*flows, *(Flow(lane, rate, rate) for lane, rate in rates))
     behind = [lane for place in places if place.beside == HOST_MEMORY for lane in of_places[place.name]]
+    collective = [COLLECTIVE] if hardware.collectives_through_host else []
     usable = hardware.host.usable_bandwidth
+    link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
     resources: tuple[SharedResource, ...] = (
-        SharedResource(LINK, max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth), (H2D, D2H)),
-        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *behind)),
+        SharedResource(LINK, link, (H2D, D2H, *collective)),
+        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *behind, *collective)),
     )
     for place in places:
         both, lanes = place.both_bandwidth, of_places[place.name]
@@ -135,12 +138,15 @@ def _beside_gpu(hardware: Hardware, uses_cpu: bool) -> tuple[tuple[Flow, ...], t
     reaches its share.
     """
     kept, slowed = hardware.kept_beside_collectives, hardware.cpu.concurrent_share if uses_cpu else 1.0
-    if kept == slowed == 1:
+    through = hardware.collectives_through_host
+    if kept == slowed == 1 and not through:
         return (), ()
     weight = 1 / slowed if slowed < 1 else kept
     flows, resources = [Flow(GPU, 1.0, weight)], []
+    if kept < 1 or through:
+        rate = through or 1.0
+        flows.append(Flow(COLLECTIVE, rate, rate * weight / kept))
     if kept < 1:
-        flows.append(Flow(COLLECTIVE, 1.0, weight / kept))
         resources.append(SharedResource(MULTIPROCESSORS, 1 + kept, (GPU, COLLECTIVE), counts_lanes=True))
     if slowed < 1:
         resources.append(SharedResource(CPU_BESIDE_GPU, 1 + slowed, (GPU, CPU), counts_lanes=True))

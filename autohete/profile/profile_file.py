@@ -80,7 +80,7 @@ def read_profile(path: str | Path) -> Profile:
         workload = _WORKLOAD.validate_python(document.get("workload"))
         units = _BLOCKS.validate_python(document.get("blocks"))
         loss = _LOSS.validate_python(document.get("loss"))
-        hardware = HardwareFile.model_validate_json(json.dumps(document.get("hardware"))).hardware()
+        hardware = HardwareFile.of(document.get("hardware")).hardware()
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))

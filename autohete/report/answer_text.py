@@ -345,7 +345,7 @@ def _purchases(answer: Answer) -> Iterator[str]:
         price = "" if gain.price_per_hour is None else f"; {gain.price_per_hour:.3g} for each hour saved"
         yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}{price}", indent=2)
     if answer.profile.hardware.interconnect is None:
-        yield from _wrapped("one more GPU: not simulated, the hardware has no table [interconnect]", indent=2)
+        yield from _wrapped("one more GPU: not simulated, as it is not known how GPUs are joined here", indent=2)
 
 
 def _gain(answer: Answer, gain: Gain) -> str:
@@ -354,7 +354,7 @@ def _gain(answer: Answer, gain: Gain) -> str:
         return "would not fit" if best is not None else "still does not fit"
     if gain.saved_seconds is None or gain.saved_share is None:
         return f"FITS, {format_seconds(seconds)} per iteration, {gain.tokens_per_second:,.0f} tokens/s ({gain.policy})"
-    other = "" if best is None or gain.policy == best.name else f", with {gain.policy}"
+    other = "" if best is None or gain.policy == best.name else f", with {gain.policy}: another policy"
     if not gain.helps:
         slower = format_ratio(1 - gain.saved_share, 1) if gain.saved_share <= -NOISE else ""
         if change.workload is not None:

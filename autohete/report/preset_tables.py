@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from autohete.errors import InputError, suggestion, unknown_name
 from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardware, written_figures
+from autohete.hardware.pcie import DEFAULT
 from autohete.policies import POLICIES
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
@@ -131,7 +132,7 @@ def print_hardware(source: str | Path) -> None:
     for line in left_out(source):
         print_text(out, line)
     print_text(out, "")
-    homes = list(dict.fromkeys(figure.home for figure in figures))
+    homes = {figure.home for figure in figures} - {DEFAULT}
     for part, own in groupby(figures, key=lambda figure: figure.key.rpartition(".")[0]):
         model = getattr(getattr(document, part, None), "model", None)  # links have none
         _print_part(out, part if model is None else f"{part}: {model}", list(own), several=len(homes) > 1)

@@ -296,7 +296,7 @@ def _of_several_gpus(dice: Dice, max_gpus: int, max_micro_batches: int) -> Profi
     of_node = dice.whole(1, max_gpus)
     nodes = dice.whole(2 if of_node == 1 else 1, max(2, max_gpus // of_node))
     rates = dice.decades(6, 12), dice.decades(-9, -4), dice.decades(6, 12), dice.decades(-9, -4)
-    join = Interconnect(of_node, *rates, dice.of([1.0, dice.whole(5, 100) / 100]))
+    join = Interconnect(of_node, *rates, dice.of([1.0, dice.whole(5, 100) / 100]), dice.flip())
     node = replace(profile.hardware, interconnect=join)
     return replace(profile, hardware=node.shared_by(of_node * nodes))
 

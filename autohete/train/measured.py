@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ def measured_hardware(device: str = "emulated", gpu_memory: int | str | None = N
 
 def hardware_of(document: dict[str, Any]) -> Hardware:
     """Return the hardware that the document of a hardware file describes."""
-    return HardwareFile.model_validate_json(json.dumps(document)).hardware()
+    return HardwareFile.of(document).hardware()
 
 
 def measured_profile(

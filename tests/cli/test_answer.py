@@ -19,9 +19,10 @@ from support.command import SMALL, autohete, refused
 from autohete.answer import AND, Answer, Candidate, Gain, Offloading, Sampling, Site, find_answer
 from autohete.answer.answer_document import answer_json
 from autohete.answer.certainty import MODEL_ERROR
-from autohete.answer.changes import with_price
+from autohete.answer.changes import gains, trials, with_price
 from autohete.answer.draws import draw, open_figures
-from autohete.answer.policies import default_policies, ranked
+from autohete.answer.policies import Judged, default_policies, ranked
+from autohete.answer.purchases import single_purchases
 from autohete.cli.axes import _option_parser
 from autohete.cli.plan import with_options
 from autohete.cli.question import Question
@@ -214,14 +215,27 @@ def test_memory_binds_where_more_of_it_helps() -> None:
 
 @pytest.mark.slow
 def test_one_more_gpu_is_bought_by_tokens() -> None:
-    """Each GPU has its own batch, so its gain is in time for a token; without an interconnect it is not simulated."""
+    """Each GPU has its own batch, so its gain is in time for a token."""
     where = Site("a100-40gb-epyc7713", {})
     found = find_answer(analytic_profile(WORKLOAD, where.whole()), where, policies=("resident",), sampling=Sampling(0))
     gain = gain_of(found, "2 GPUs instead of 1")
     hardware = load_hardware("a100-40gb-epyc7713").shared_by(2)
     alone = simulated(analytic_profile(WORKLOAD, hardware), default_policies(2))
     assert gain.tokens_per_second == pytest.approx(max(s.tokens_per_second for s in alone.values()), rel=1e-6)
-    assert "one more GPU: not simulated" in said(answer())
+
+
+def test_a_second_gpu_over_pcie_is_an_assumption() -> None:
+    """The purchase says that the way between GPUs is assumed, and its gain that another policy plans it."""
+    where = Site(NODE, {"gpu.memory": LARGE})
+    profile = analytic_profile(WORKLOAD, where.hardware())
+    (change,) = (each for each in single_purchases(where, None) if each.gpus == 2)
+    candidates = [Judged(profile, ("zero_offload",))()]
+    tried = [trial for trial in trials(profile, where, [change], candidates, ["resident"]) if trial.policy == "resident"]
+    (gain,) = gains(profile, [change], candidates, tried, [trial() for trial in tried])
+    assert gain.policy == "resident"
+    shown = said(replace(answer(), candidates=(candidates[0],), purchases=(gain,)))
+    assert "2 GPUs instead of 1, each with this batch, over PCIe without peer-to-peer (an assumption): " in shown
+    assert "with resident: another policy" in shown
 
 
 def test_a_lever_brings_what_asking_for_it_brings() -> None:

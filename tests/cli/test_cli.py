@@ -191,7 +191,7 @@ def test_several_gpus() -> None:
         (["--workload", "gpt-2b", "--gpu-memory", "16"], "has no unit"),
         (["--workload", "gpt-2b", "--gpus", "0"], "gpus is 0: give at least 1"),
         (["--workload", "gpt-2b", "--gpus", "6"], "do not fill nodes of 4"),
-        (["--workload", "gpt-2b", "--gpus", "2", "--hardware", "v100-32gb-12vcpu"], "table \\[interconnect\\]"),
+        (["--workload", "gpt-2b", "--gpus", "2", "--hardware", "gh200"], "links are not PCIe.*table \\[interconnect\\]"),
         (["--workload", "gpt-2b", "--gpus", "2", "--policy", "l2l"], "l2l plans for one GPU"),
         (["--workload", "gpt-2b", "--gpu-memory=-16GiB"], "positive"),
         (["--workload", "gpt-2b", "--gpu-memory", "-16GiB"], "--gpu-memory requires an argument"),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from autohete.answer.draws import figures_of
 from autohete.cli.axes import parse_over
 from autohete.cli.question import Question, Shape
 from autohete.cli.shifts import Shift, shifted, shifts
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
-from autohete.hardware import uncertain_figures
 from autohete.policies import parse_policy
 from autohete.simulate import simulate_policy
 
@@ -54,9 +54,9 @@ def test_an_effect_is_that_of_the_setting_alone(tmp_path: Path, capsys: pytest.C
 
 
 def test_figures_with_a_range_are_moved_to_its_ends() -> None:
-    """Without keys every figure with a range that was not set is moved; a figure that was set, or has none, by 10 %."""
+    """Without keys every figure with a range that was not set and concerns one GPU is moved; one set, or without, by 10 %."""
     found = {move.key: move for move in shifts(QUESTION, [])}
-    assert list(found) == [one.key for one in uncertain_figures(QUESTION.hardware) if one.key != "links.h2d.bandwidth"]
+    assert list(found) == [one.key for one in figures_of(QUESTION.hardware) if one.key != "links.h2d.bandwidth"]
     assert found["gpu.kernel_overhead"] == Shift("gpu.kernel_overhead", "4us", ("2us", "8us"))
     asked = [parse_over(key, bare=True) for key in ("links.h2d.bandwidth", "gpu.multiprocessors", "batch-size")]
     assert [(move.base, move.values) for move in shifts(QUESTION, asked)] == [

@@ -19,7 +19,7 @@ from autohete.lowering import lower
 from autohete.report.style import luminance
 from autohete.schedule import GPU_MEMORY, Kind
 from autohete.workload import WORKLOADS
-from experiments import comparison, fig_throughput, intervals, published, safety
+from experiments import comparison, fig_throughput, intervals, looks, published, safety
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,8 +251,8 @@ def test_fidelity_compares_every_setting_it_is_asked_for(tmp_path: Path) -> None
 
 def test_policies_differ_in_grey() -> None:
     """Bars that stand side by side differ in lightness or hatch, for readers without colour."""
-    looks = [fig_throughput.LOOKS[policy] for policy in comparison.POLICIES]
-    for one, other in zip(looks, looks[1:], strict=False):
+    drawn = [looks.look(policy) for policy in comparison.POLICIES]
+    for one, other in zip(drawn, drawn[1:], strict=False):
         assert abs(luminance(one.colour) - luminance(other.colour)) > 0.1 or one.hatch != other.hatch
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import csv
-import inspect
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
 
 import pytest
 import torch
+from cyclopts import App, CycloptsError
 
 from autohete.errors import InputError
+from autohete.hardware import load_hardware
+from autohete.policies import POLICIES
 from autohete.report.gantt import stacked_figure
 from autohete.report.style import luminance
 from autohete.report.tables import table
@@ -27,6 +35,8 @@ from experiments import (
     fig_throughput_multi_gpu,
     fig_timeline,
     gpu_check,
+    looks,
+    setting,
     shared,
 )
 
@@ -48,6 +58,7 @@ SMALL: list[tuple[ModuleType, dict[str, object], tuple[str, ...]]] = [
     (fig_hypothetical, {"links": (25,), "cpus": (69,)}, fig_hypothetical.NAMES),
     (fig_systems, {"machines": ("rtx4090-workstation",), "models": ("llama-3.2-3b",)}, fig_systems.NAMES),
 ]
+FIGURES = sorted(path.stem for path in (ROOT / "experiments").glob("fig_*.py"))
 IDS = [module.__name__.rpartition(".")[2] for module, *_ in SMALL]
 
 
@@ -128,7 +139,7 @@ def test_no_runs_make_no_figure() -> None:
         stacked_figure([], 0, "nothing")
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "experiments").glob("fig_*.py")))
+@pytest.mark.parametrize("script", FIGURES)
 def test_every_figure_is_committed(script: str) -> None:
     """Each script has its files in paper_figs, simulated ones say so in every row, and it says what would refute it."""
     assert all((WRITTEN / f"{script}.{suffix}").is_file() for suffix in ("png", "pdf", "csv"))
@@ -140,17 +151,90 @@ def test_every_figure_is_committed(script: str) -> None:
 
 def test_systems_differ_in_more_than_colour() -> None:
     """Lines have different markers; systems that look alike in grey have another marker, for readers without colour."""
-    looks = list(shared.LOOKS.values())
-    for i, one in enumerate(looks):
-        for other in looks[i + 1 :]:
+    drawn = list(looks.LOOKS.values())
+    for i, one in enumerate(drawn):
+        for other in drawn[i + 1 :]:
             if abs(luminance(one.colour) - luminance(other.colour)) < 0.1 and one.colour != other.colour:
                 assert one.marker != other.marker
 
 
-@pytest.mark.parametrize("module", [module for module, *_ in SMALL], ids=IDS)
-def test_every_script_takes_the_same_options(module: ModuleType) -> None:
-    """Each script has --out and --jobs."""
-    assert {"out", "jobs"} <= set(inspect.signature(module.main).parameters)
+#: Compares with the paper's numbers, which are of its models and its node.
+OF_THE_PAPER = "fig_throughput"
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_every_script_takes_the_same_options(script: str) -> None:
+    """Each script has --out and --jobs, and but for the comparison with the paper --model, --hardware and --set."""
+    program = App(default_command=importlib.import_module(f"experiments.{script}").main, result_action="return_value")
+    options = ["--out", "x", "--jobs", "1"]
+    others = ["--model", "qwen3-0.6b", "--hardware", "h100-pcie5", "--set", "gpu.memory=1GiB"]
+    program.parse_args(options, exit_on_error=False, print_error=False)
+    if script == OF_THE_PAPER:
+        with pytest.raises(CycloptsError):
+            program.parse_args([*options, *others], exit_on_error=False, print_error=False)
+    else:
+        _, bound, _ = program.parse_args([*options, *others], exit_on_error=False, print_error=False)
+        assert {"h100-pcie5", "gpu.memory=1GiB"} <= set(re.findall(r"[\w.=-]+", str(bound.arguments)))
+
+
+OTHER = setting.Where(hardware="rtx4090-workstation", set_=("links.d2h.bandwidth=5GB/s",))
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        fig_ablation.grid(["qwen3-0.6b"], {1: 8}, OTHER),
+        fig_batch_size.grid(["qwen3-0.6b"], [1], OTHER),
+        fig_checkpoint_granularity.grid("qwen3-0.6b", [2], [24], OTHER),
+        fig_hypothetical.grid("qwen3-0.6b", [25], [69], OTHER),
+        fig_memory_budget.grid(["qwen3-0.6b"], [8], OTHER),
+        fig_sequence_length.grid("qwen3-0.6b", [2048], OTHER),
+        fig_systems.grid([OTHER.hardware], ["qwen3-0.6b"], ["resident"], OTHER.moved),
+        fig_throughput_multi_gpu.grid(["qwen3-0.6b"], [2], ["resident"], OTHER.moved, OTHER.hardware),
+    ],
+)
+def test_a_figure_of_another_model_on_another_machine(cells: shared.Grid) -> None:
+    """Cells are of the model and the machine that were given, with what was set unless the figure varies it."""
+    for cell in cells.values():
+        assert cell.workload.parameters == setting.model_of("qwen3-0.6b").parameters
+        assert cell.node.gpu == replace(load_hardware(OTHER.hardware).gpu, memory_bytes=cell.node.gpu.memory_bytes)
+        assert cell.node.d2h.bandwidth == pytest.approx(5e9) or dict(cell.moved)["links.d2h.bandwidth"] != "5GB/s"
+
+
+def test_what_is_set_twice_is_refused() -> None:
+    """One figure cannot have two values."""
+    with pytest.raises(InputError, match="set twice"):
+        assert setting.Where(set_=("gpu.memory=1GiB", "gpu.memory=2GiB")).moved
+
+
+@pytest.mark.parametrize("command", [["-m", "experiments.fig_timeline"], [str(ROOT / "experiments" / "fig_timeline.py")]])
+def test_a_figure_runs_as_script_and_as_module(command: list[str], tmp_path: Path) -> None:
+    """Both find the packages, and name themselves in a refusal of one line."""
+    (tmp_path / "file").write_text("")
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    folder = ROOT if command[0] == "-m" else tmp_path
+    done = subprocess.run(
+        [sys.executable, *command, "--out", str(tmp_path / "file" / "below")],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("fig_timeline: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_system_has_one_look() -> None:
+    """Each policy has a look, versions of a system have its colour, and no two systems have the same colour and marker."""
+    for policy in POLICIES:
+        assert looks.look(f"{policy}:some=flag").colour == looks.LOOKS[policy].colour
+    for name, one in looks.LOOKS.items():
+        assert one.colour == looks.LOOKS[name.partition(":")[0]].colour
+    seen = {name: (one.colour, one.marker) for name, one in looks.LOOKS.items() if ":" not in name}
+    assert len(set(seen.values())) == len(seen)
 
 
 def test_tokens_that_a_length_does_not_divide() -> None:

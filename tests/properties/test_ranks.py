@@ -84,7 +84,7 @@ def test_more_nodes_share_no_host() -> None:
     [
         (NODE, 0, "gpus is 0: give at least 1"),
         (NODE, 6, "up to 4, or a multiple"),
-        (load_hardware("rtx4090-workstation"), 2, r"table \[interconnect\]"),
+        (load_hardware("gh200"), 2, r"links are not PCIe.* table \[interconnect\]"),
         (load_hardware("a100-40gb-epyc7713"), 8, "interconnect.network_bandwidth"),
         (NODE.shared_by(4), 2, "share the whole node by 2"),
     ],

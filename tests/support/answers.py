@@ -26,8 +26,8 @@ LARGE, TIGHT, TINY = "8GiB", "1700MiB", "1200MiB"
 
 
 def site(**given: str) -> Site:
-    """The workstation, with figures such as ``gpu_memory``."""
-    return Site(NODE, {key.replace("_", ".", 1): text for key, text in given.items()})
+    """The workstation, for one GPU, with figures such as ``gpu_memory``."""
+    return Site(NODE, {"interconnect.gpus": "1"} | {key.replace("_", ".", 1): text for key, text in given.items()})
 
 
 def profile_at(

@@ -13,6 +13,7 @@ from support.hardware_files import NODE, OWN, own, write
 
 from autohete.errors import InputError
 from autohete.hardware import WrittenFigure, load_hardware, preset_names, read_hardware, uncertain_figures, written_figures
+from autohete.hardware.pcie import DEFAULT, JOIN
 from autohete.hardware.schema import known_keys
 from autohete.hardware.template import new_hardware_text
 
@@ -41,7 +42,7 @@ def test_a_figure_of_ones_own_changes_only_itself(
     tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
     """A figure replaces that of the base with its source, date and range; only rates of a link follow its bandwidth."""
-    figure = data.draw(st.sampled_from(FIGURES[name]))
+    figure = data.draw(st.sampled_from([figure for figure in FIGURES[name] if figure.home != DEFAULT]))
     ends = [end for other in FIGURES[name] if other.key == figure.key for end in other.range or (other.value,)]
     value = data.draw(st.sampled_from(ends))
     path = tmp_path_factory.mktemp("hardware") / "own.toml"
@@ -49,6 +50,7 @@ def test_a_figure_of_ones_own_changes_only_itself(
     assert after[figure.key] == WrittenFigure(figure.key, value, None, "measured", "2026-11", str(path))
     link, _, last = figure.key.rpartition(".")
     followers = {f"{link}.duplex_bandwidth", f"{link}.pageable_bandwidth"} if last == "bandwidth" else set()
+    followers |= {f"{JOIN}.bandwidth"} if figure.key.startswith("links.") else set()  # if it is the default over PCIe
     assert {key for key in before if after[key] != before[key]} <= {figure.key, *followers}
     assert before.keys() == after.keys()
 
@@ -65,7 +67,7 @@ def test_a_links_rates_follow_its_bandwidth_as_with_an_override(direction: str, 
     assert duplex.source.startswith(f"in proportion to {key}.bandwidth; before: derived")
     before, after = ({f.key: f for f in uncertain_figures(source)}[f"{key}.duplex_bandwidth"] for source in (NODE, path))
     assert [after.low, after.value, after.high] == pytest.approx([factor * x for x in (before.low, before.value, before.high)])
-    assert replace(fast, **{direction: getattr(plain, direction)}, notes=()) == plain
+    assert replace(fast, **{direction: getattr(plain, direction)}, notes=(), interconnect=plain.interconnect) == plain
     assert fast.notes == (
         f"{key}.duplex_bandwidth follows {key}.bandwidth: {getattr(fast, direction).duplex_bandwidth / 1e9:.3g} GB/s",
     )
@@ -83,14 +85,16 @@ def test_a_rate_given_beside_the_bandwidth_does_not_follow(tmp_path: Path) -> No
 
 def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
     """Optional figures and whole tables come on top."""
-    assert load_hardware(NODE).interconnect is None
+    assumed = load_hardware(NODE).interconnect
+    assert assumed is not None
+    assert assumed.assumed
     join = 'interconnect.model = "PCIe"\n' + "".join(
         own(f"interconnect.{key}", value) for key, value in (("gpus", 2), ("bandwidth", "20GB/s"), ("latency", "10us"))
     )
     found = load_hardware(write(tmp_path / "two.toml", f'name = "two"\n{join}' + own("host.pinned_memory", "32GiB")))
     assert found.name == "two"
     assert found.interconnect is not None
-    assert found.interconnect.gpus == 2
+    assert (found.interconnect.gpus, found.interconnect.assumed) == (2, False)
     assert found.host.pinned_bytes == 32 * 2**30
 
 
@@ -202,7 +206,7 @@ def test_a_new_file_is_its_base_until_figures_are_filled_in(name: str, tmp_path:
     assert len(tables) == len(known_keys()[0])
     path.write_text(f'base = "{name}"\n' + "".join(table.replace("#", "") for before, table in tables if before != "none"))
     assert load_hardware(path) == load_hardware(name)
-    assert {figure.home for figure in written_figures(path)} == {str(path)}
+    assert {figure.home for figure in written_figures(path)} <= {str(path), DEFAULT}
 
 
 def test_a_new_file_finds_a_base_in_another_folder(tmp_path: Path) -> None:
