@@ -59,6 +59,7 @@ def find_answer(
     *,
     system_bytes: int = SYSTEM_BYTES,
     policies: Sequence[str] | None = None,
+    runnable: Sequence[str] = (),
     tokens: int = 10**9,
     sampling: Sampling | None = None,
     sizes: Sequence[GrowingFigure] = (),
@@ -73,6 +74,7 @@ def find_answer(
             is simulated, since the times are those of one machine and one size.
         system_bytes: host memory of the node that is left to the system.
         policies: names with flags; None: all that are registered.
+        runnable: frameworks, of which one has to run what is recommended; none: any plan may be.
         tokens: of the whole training.
         sampling: draws of uncertain figures; None: as many as by default.
         sizes: figures of the workload whose largest value is looked for.
@@ -88,6 +90,11 @@ def find_answer(
     candidates = ranked(run(partial(judged, profile), longest_first(names)))
     if all(each.summary.verdict is Verdict.INVALID for each in candidates):
         raise InputError(candidates[0].summary.explanation)
+    if runnable:
+        candidates = tuple(each for each in candidates if {*runnable} & {*each.runs_in})
+        if not candidates:
+            raise InputError(f"{' and '.join(runnable)} can run no plan here: name other frameworks, or none")
+        names = tuple(name for name in names if name in {each.name for each in candidates})
     best = candidates[0] if candidates[0].fits else None
     simulation = None
     if best is not None:
@@ -125,6 +132,7 @@ def find_answer(
         tuple(grown),
         interval,
         tuple(sorted(given)),
+        tuple(runnable),
     )
 
 

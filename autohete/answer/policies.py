@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autohete.answer.result import NOISE, Candidate
+from autohete.frameworks import Decided, runs_in
 from autohete.plan import Plan
 from autohete.policies import POLICIES, parse_policy
 from autohete.profile import Profile
@@ -27,8 +28,12 @@ def longest_first(names: Sequence[str]) -> list[str]:
 
 
 def judged(profile: Profile, name: str) -> Candidate:
-    summary, simulation = answer_or_refusal(profile, parse_policy(name))
-    return Candidate(summary, None if simulation is None else simulation.plan)
+    policy = parse_policy(name)
+    summary, simulation = answer_or_refusal(profile, policy)
+    if simulation is None:
+        return Candidate(summary, None)
+    decided = Decided(profile, policy.system, simulation.plan, simulation.iteration_seconds)
+    return Candidate(summary, simulation.plan, runs_in=runs_in(decided))
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -27,11 +27,13 @@ class Candidate:
         summary: its result, or why it has none.
         plan: None if the policy has none.
         same_plan_as: an earlier candidate with the same decisions; empty if they are its own.
+        runs_in: frameworks that can run it, in order of preference.
     """
 
     summary: Summary
     plan: Plan | None
     same_plan_as: str = ""
+    runs_in: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -189,6 +191,7 @@ class Answer:
         largest: the largest sizes that fit: the requested ones, and the batch if nothing fits.
         interval: None if not asked, if nothing fits, or if times were measured.
         given: names of the figures that were given; all others are assumptions.
+        runnable: frameworks of which one has to run the recommended plan; empty if any plan may be recommended.
     """
 
     profile: Profile
@@ -204,6 +207,7 @@ class Answer:
     largest: tuple[Largest, ...]
     interval: Interval | None
     given: tuple[str, ...]
+    runnable: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.frameworks import Running, Written, write_best, write_plan
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from autohete.simulate.largest import GrowingFigure
 
 _TOKENS, _SYSTEM = "1B", "4GiB"
+_ANY = Running()
 
 
 def plan(
@@ -35,6 +37,7 @@ def plan(
     draws: Whole = 16,
     seed: Whole = 0,
     jobs: Whole | None = None,
+    running: Running = _ANY,
     schedule: str | None = None,
     html: str | None = None,
     gantt: str | None = None,
@@ -85,18 +88,23 @@ def plan(
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
     chosen = question.answerable()
     check_outputs(outputs)
+    running.check()
     if policy is not None:
-        _print_policy(chosen, policy, sizes, outputs, json_)
+        _print_policy(question, chosen, policy, sizes, outputs, json_, running)
         return
-    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, _in_processes(jobs)))
-    _write_outputs(result, outputs)
+    only = running.only()
+    result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, only, _in_processes(jobs)))
+    written = write_best(result, running, question)
+    _write_outputs(result, outputs, written)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
         from autohete.report.tables import console
 
         print(answer_text(result, console().width), end="")
+        if written is not None:
+            print(f"\n{written}")
     else:
-        print(_json(result))
+        print(_json(result, written))
 
 
 def _answer(
@@ -107,6 +115,7 @@ def _answer(
     draws: int,
     seed: int,
     sizes: Sequence[GrowingFigure],
+    runnable: Sequence[str],
     run: Run,
 ) -> Answer:
     from autohete.answer import Sampling, Site, find_answer
@@ -125,6 +134,7 @@ def _answer(
         tokens=parse_count(_TOKENS if tokens is None else tokens),
         sampling=Sampling(draws, seed),
         sizes=sizes,
+        runnable=runnable,
         given=given,
         run=run,
     )
@@ -158,17 +168,21 @@ def _in_processes(jobs: int | None) -> Run:
     return run
 
 
-def _json(result: Answer) -> str:
+def _json(result: Answer, written: Written | None) -> str:
     from autohete.report.answer_json import answer_json
 
-    return json.dumps(answer_json(result), indent=2, ensure_ascii=True)
+    return json.dumps(answer_json(result) | _written_json(written), indent=2, ensure_ascii=True)
 
 
-def _write_outputs(result: Answer, outputs: dict[str, str]) -> None:
+def _written_json(written: Written | None) -> dict[str, Any]:
+    return {} if written is None else {"written": asdict(written)}
+
+
+def _write_outputs(result: Answer, outputs: dict[str, str], written: Written | None) -> None:
     from autohete.files import write_text
 
     if "--json" in outputs:
-        write_text(outputs["--json"], _json(result) + "\n")
+        write_text(outputs["--json"], _json(result, written) + "\n")
     if "--html" in outputs:
         from autohete.report.answer_page import answer_page
 
@@ -199,10 +213,17 @@ def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
 
 
 def _print_policy(
-    chosen: Profile, policy: str, sizes: Sequence[GrowingFigure], outputs: dict[str, str], json_: tuple[str, ...] | None
+    question: Question,
+    chosen: Profile,
+    policy: str,
+    sizes: Sequence[GrowingFigure],
+    outputs: dict[str, str],
+    json_: tuple[str, ...] | None,
+    running: Running,
 ) -> None:
     """Show one policy's decisions, for the workload given or for the largest that fits."""
     from autohete.files import write_text
+    from autohete.frameworks import Decided
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
     from autohete.report.answer_json import plan_json
@@ -219,7 +240,13 @@ def _print_policy(
         _write_simulation(simulation, outputs)
     elif "--schedule" in outputs or "--gantt" in outputs:
         raise InputError(f"there is no schedule to write: {summary.explanation}")
-    document = plan_json(summary, simulation)
+    written = None
+    if running.write is not None:
+        if simulation is None or summary.explanation:
+            raise InputError(f"there is nothing to write, since it does not fit: {summary.explanation}")
+        decided = Decided(chosen, asked.system, simulation.plan, simulation.iteration_seconds)
+        written = write_plan(decided, running, question)
+    document = plan_json(summary, simulation) | _written_json(written)
     if len(grown) == 1:
         document |= {"largest": grown[0].value, "limit": grown[0].limit}
     elif grown:
@@ -233,5 +260,7 @@ def _print_policy(
         print_plan(summary, simulation)
         for one in grown:
             print_text(console(), largest_text(one))
+        if written is not None:
+            print_text(console(), str(written))
     else:
         print(text)

@@ -60,4 +60,7 @@ def _candidate(each: Candidate) -> dict[str, Any]:
     """A policy's result without what all of them share."""
     summary = asdict(each.summary)
     shared = ("workload", "hardware", "gpus", "assumptions", "notes", "gpu_capacity_bytes", "host_capacity_bytes")
-    return {name: value for name, value in summary.items() if name not in shared} | {"same_plan_as": each.same_plan_as}
+    return {name: value for name, value in summary.items() if name not in shared} | {
+        "same_plan_as": each.same_plan_as,
+        "runs_in": list(each.runs_in),
+    }

@@ -74,7 +74,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
     yield ""
     best, simulation = answer.best, answer.simulation
     if best is None or simulation is None:
-        yield from _wrapped("DOES NOT FIT under any policy.")
+        only = f" that runs in {' or '.join(answer.runnable)}" if answer.runnable else ""
+        yield from _wrapped(f"DOES NOT FIT under any policy{only}.")
         yield from _needs(answer)
         return
     yield from _wrapped(
@@ -260,11 +261,12 @@ def _policies(answer: Answer) -> Iterator[str]:
             yield from _wrapped(f"next best: {following.name}, {_slower(following, best)}")
     fitting = [each for each in answer.candidates if each.fits]
     if fitting and best is not None:
-        yield f"{'policy':<26}{'iteration':>10}{'tokens/s':>11}"
+        yield f"{'policy':<26}{'iteration':>10}{'tokens/s':>9}  runs in"
         for each in fitting:
             rate = each.summary.tokens_per_second or 0.0
             note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
-            yield f"{each.name:<26}{format_seconds(each.seconds):>10}{rate:>11,.0f}   {note}".rstrip()
+            runs = f"{_runs_in(each):<14}"
+            yield f"{each.name:<26}{format_seconds(each.seconds):>10}{rate:>9,.0f}  {runs}{note}".rstrip()
     short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
     if short:
         yield "does not fit:"
@@ -276,6 +278,12 @@ def _policies(answer: Answer) -> Iterator[str]:
         for each in refused:
             reason = _fact(each.summary)
             yield from _wrapped(reason if reason.startswith(f"{each.name} ") else f"{each.name}: {reason}", indent=2)
+
+
+def _runs_in(each: Candidate) -> str:
+    """The preferred framework that runs it, and how many others do."""
+    others = f" +{len(each.runs_in) - 1}" if len(each.runs_in) > 1 else ""
+    return f"{each.runs_in[0]}{others}" if each.runs_in else "-"
 
 
 def _slower(each: Candidate, best: Candidate) -> str:

@@ -38,7 +38,7 @@ def read_model(name_or_path: str) -> Workload:
     Raises:
         InputError: no such model, a file that cannot be read, or one that is not supported; names the keys.
     """
-    config, name = _config(name_or_path)
+    config, name = model_config(name_or_path)
     return parse_model(config, name)
 
 
@@ -50,12 +50,16 @@ def model_source(name: str) -> str:
     """
     if name not in model_names():
         raise unknown_name("model", name, model_names())
-    config, _ = _config(name)
+    config, _ = model_config(name)
     return f"{config['source']} ({config['date']})"
 
 
-def _config(name_or_path: str) -> tuple[dict[str, Any], str]:
-    """Return the keys of a bundled model or of a ``config.json``, and the model's name."""
+def model_config(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of a bundled model or of a ``config.json``, and the model's name.
+
+    Raises:
+        InputError: no such model, or a file that cannot be read.
+    """
     if name_or_path in model_names():
         text, name = (_bundled() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path
     else:

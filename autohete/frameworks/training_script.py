@@ -1,0 +1,136 @@
+"""Training scripts with models of ``transformers``. Frameworks differ in how a model is prepared and stepped."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from string import Template
+
+from autohete import __version__
+from autohete.frameworks.framework import Decided, ModelFiles
+from autohete.quantities import format_seconds
+from autohete.workload import Precision
+
+#: The version whose models the scripts are tested with.
+TRANSFORMERS = "5.23.0"
+#: Where the shape of the model is, beside the script.
+MODEL_FOLDER = "model"
+
+_TYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+
+_SCRIPT = Template('''\
+"""$title
+
+$facts
+
+Start: $command
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+$imports
+HERE = Path(__file__).resolve().parent
+BATCH_SIZE, SEQUENCE_LENGTH, MICRO_BATCHES = $batch_size, $sequence_length, $micro_batches
+SIMULATED_SECONDS = $seconds
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--model", help="name or folder of weights$weights; default: random weights of the shape in model/")
+    parser.add_argument("--text", type=Path, help="a text file; default: random tokens, to see speed and memory")
+    parser.add_argument("--steps", type=int, default=10)
+    return parser.parse_args()
+
+
+def build(given: argparse.Namespace, dtype: torch.dtype) -> torch.nn.Module:
+    if given.model:
+        model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
+    else:
+        config = transformers.AutoConfig.from_pretrained(HERE / "model")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+$recompute    return model.train()
+
+
+def batches(given: argparse.Namespace, rows: int, vocabulary: int, rank: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    if given.text is None:
+        while True:
+            yield torch.randint(vocabulary, (rows, SEQUENCE_LENGTH), generator=generator)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model or HERE / "model")
+    tokens = torch.tensor(tokenizer(given.text.read_text()).input_ids)
+    while True:
+        starts = torch.randint(len(tokens) - SEQUENCE_LENGTH + 1, (rows,), generator=generator)
+        yield torch.stack([tokens[start : start + SEQUENCE_LENGTH] for start in starts.tolist()])
+
+
+def report(step: int, loss: float, began: float) -> None:
+    print(f"step {step}: loss {loss:.4f}, {time.perf_counter() - began:.2f} s (simulated: {SIMULATED_SECONDS:.2f} s)", flush=True)
+
+
+def main() -> None:
+    given = arguments()
+$main
+
+if __name__ == "__main__":
+    main()
+''')
+
+_RECOMPUTE = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+
+
+def training_script(
+    decided: Decided, model: ModelFiles, *, tool: str, command: str, imports: str, main: str, recomputes: bool
+) -> dict[str, str]:
+    """Return ``train.py`` and the model's shape beside it.
+
+    Args:
+        decided, model: what is trained.
+        tool: name and version.
+        command: starts it.
+        imports: lines of imports besides the standard library's that all scripts have.
+        main: statements after ``given = arguments()``, which call ``build``, ``batches`` and ``report``.
+        recomputes: whether blocks recompute their activations.
+    """
+    workload = decided.workload
+    script = _SCRIPT.substitute(
+        title=f"Train {workload.name} with {tool}.",
+        facts=textwrap.fill(facts(decided), 110),
+        command=command,
+        imports=f"\n{imports}\n\n",
+        batch_size=workload.batch_size,
+        sequence_length=workload.sequence_length,
+        micro_batches=workload.micro_batches,
+        seconds=f"{decided.seconds:.4g}",
+        weights=f", such as {model.weights}" if model.weights else "",
+        recompute=f"    {_RECOMPUTE}\n" if recomputes else "",
+        main=textwrap.indent(main, "    "),
+    )
+    return {"train.py": script, f"{MODEL_FOLDER}/config.json": json.dumps(dict(model.config), indent=2) + "\n"}
+
+
+def facts(decided: Decided) -> str:
+    """The origin of a written file, in one paragraph."""
+    workload, hardware = decided.workload, decided.hardware
+    gpus = f"{hardware.gpus} GPUs of " if hardware.gpus > 1 else ""
+    return (
+        f"Written by autohete {__version__} for the plan of {decided.plan.policy}: simulated at "
+        f"{format_seconds(decided.seconds)} per iteration of {workload.micro_batches} x {workload.batch_size} x "
+        f"{workload.sequence_length} tokens on {gpus}{hardware.name}, with {workload.kernels} kernels."
+    )
+
+
+def dtype_of(decided: Decided) -> str:
+    """The type of the model's parameters, as torch names it."""
+    return f"torch.{_TYPES[decided.workload.precision]}"
+
+
+def torchrun(decided: Decided) -> str:
+    """The command that starts ``train.py`` on each GPU."""
+    hardware = decided.hardware
+    nodes = hardware.gpus // hardware.gpus_of_node if hardware.gpus > 1 else 1
+    several = f"--nnodes {nodes} --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node {hardware.gpus // nodes} train.py"
