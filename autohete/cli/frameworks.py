@@ -24,12 +24,16 @@ class Running:
 
     Parameters
     ----------
+    from_:
+        A DeepSpeed configuration that you run, such as ds_config.json: what it will do, and what to change in it. Its batch,
+        clipping and precision are those of the question. Flags of the policy may follow: ds_config.json:checkpointing=full.
     runnable:
         Recommend only plans that one of these frameworks can run, such as deepspeed,fsdp2; without names, any that is known.
     write:
         Write the files with which a framework runs the best plan that it can run into this folder, which is new or empty.
     """
 
+    from_: Annotated[str | None, Parameter(name="--from")] = None
     runnable: Annotated[
         tuple[str, ...] | None, Parameter(negative=(), consume_multiple=(0, 1), metavar="[NAME,NAME]")
     ] = None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from autohete.cli.frameworks import Running, Written, write_best, write_plan
+from autohete.cli.frameworks import Running, write_best, write_plan
+from autohete.cli.from_config import advise, read_configuration
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
@@ -86,25 +87,34 @@ def plan(
             if value is not None:
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
-    chosen = question.answerable()
     check_outputs(outputs)
     running.check()
+    read = None
+    if running.from_ is not None:
+        if policy is not None:
+            raise InputError("--from names a policy with its file: leave out --policy, or --from")
+        read, question = read_configuration(running.from_, question)
+    chosen = question.answerable()
     if policy is not None:
         _print_policy(question, chosen, policy, sizes, outputs, json_, running)
         return
     only = running.only()
     result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, only, _in_processes(jobs)))
     written = write_best(result, running, question)
-    _write_outputs(result, outputs, written)
+    advice = None if read is None else advise(read, result)
+    extras = ({} if written is None else {"written": asdict(written)}) | ({} if advice is None else {"from": asdict(advice)})
+    _write_outputs(result, outputs, extras)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
-        from autohete.report.tables import console
+        from autohete.report.tables import console, print_text
 
+        if advice is not None:
+            print_text(console(), f"{advice}\n")
         print(answer_text(result, console().width), end="")
         if written is not None:
-            print(f"\n{written}")
+            print_text(console(), f"\n{written}")
     else:
-        print(_json(result, written))
+        print(_json(result, extras))
 
 
 def _answer(
@@ -168,21 +178,17 @@ def _in_processes(jobs: int | None) -> Run:
     return run
 
 
-def _json(result: Answer, written: Written | None) -> str:
+def _json(result: Answer, extras: dict[str, Any]) -> str:
     from autohete.report.answer_json import answer_json
 
-    return json.dumps(answer_json(result) | _written_json(written), indent=2, ensure_ascii=True)
+    return json.dumps(answer_json(result) | extras, indent=2, ensure_ascii=True)
 
 
-def _written_json(written: Written | None) -> dict[str, Any]:
-    return {} if written is None else {"written": asdict(written)}
-
-
-def _write_outputs(result: Answer, outputs: dict[str, str], written: Written | None) -> None:
+def _write_outputs(result: Answer, outputs: dict[str, str], extras: dict[str, Any]) -> None:
     from autohete.files import write_text
 
     if "--json" in outputs:
-        write_text(outputs["--json"], _json(result, written) + "\n")
+        write_text(outputs["--json"], _json(result, extras) + "\n")
     if "--html" in outputs:
         from autohete.report.answer_page import answer_page
 
@@ -246,7 +252,7 @@ def _print_policy(
             raise InputError(f"there is nothing to write, since it does not fit: {summary.explanation}")
         decided = Decided(chosen, asked.system, simulation.plan, simulation.iteration_seconds)
         written = write_plan(decided, running, question)
-    document = plan_json(summary, simulation) | _written_json(written)
+    document = plan_json(summary, simulation) | ({} if written is None else {"written": asdict(written)})
     if len(grown) == 1:
         document |= {"largest": grown[0].value, "limit": grown[0].limit}
     elif grown:

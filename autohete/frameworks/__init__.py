@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from autohete.errors import InputError, unknown_name
 from autohete.frameworks.deepspeed import DeepSpeedFiles
 from autohete.frameworks.framework import Decided, Framework, ModelFiles
+from autohete.frameworks.fsdp2 import Fsdp2Files
+from autohete.frameworks.plain_torch import TorchFiles
+from autohete.frameworks.this_trainer import TrainerFiles
 
 __all__ = ["FRAMEWORKS", "Decided", "Framework", "ModelFiles", "named_frameworks", "refusal", "runs_in"]
 
 #: In the order of preference for a plan that several of them run.
-FRAMEWORKS: tuple[Framework, ...] = (DeepSpeedFiles(),)
+FRAMEWORKS: tuple[Framework, ...] = (DeepSpeedFiles(), Fsdp2Files(), TorchFiles(), TrainerFiles())
 
 
 def refusal(framework: Framework, decided: Decided) -> str:

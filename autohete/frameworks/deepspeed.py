@@ -13,7 +13,7 @@ from typing import Any
 
 from autohete.errors import InputError
 from autohete.frameworks.framework import Abilities, Decided, ModelFiles
-from autohete.frameworks.training_script import TRANSFORMERS, dtype_of, torchrun, training_script
+from autohete.frameworks.training_script import TRAINED, dtype_of, requirements, torchrun, training_script
 from autohete.plan import Processor
 from autohete.policies.resident import Resident
 from autohete.policies.twin_flow import TwinFlow
@@ -39,7 +39,7 @@ MILLION = 1_000_000
 #: A folder on the drive, to be replaced by the reader's own.
 NVME_PATH = "/local_nvme"
 
-_ABILITIES = Abilities((Optimizer.ADAMW,))
+_ABILITIES = Abilities((Optimizer.ADAMW,), lora=True)
 
 _IMPORTS = """\
 import deepspeed
@@ -52,7 +52,7 @@ config = str(HERE / "ds_config.json")
 deepspeed.init_distributed()
 partitioned = HfDeepSpeedConfig(config)  # with stage 3, weights are partitioned as they are loaded; has to stay alive
 model = build(given, {dtype})
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+engine, *_ = deepspeed.initialize(model=model, model_parameters={trained}, config=config)
 source = batches(given, BATCH_SIZE, model.config.get_text_config().vocab_size, engine.global_rank)
 for step in range(given.steps):
     began, total = time.perf_counter(), 0.0
@@ -109,10 +109,10 @@ class DeepSpeedFiles:
             tool=f"DeepSpeed {release}",
             command=self.command(decided),
             imports=_IMPORTS,
-            main=_MAIN.format(dtype=dtype_of(decided)),
+            main=_MAIN.format(dtype=dtype_of(decided), trained=TRAINED),
             recomputes=decided.recomputes,
         )
-        needed = f"accelerate\ndeepspeed=={release}\ntorch\ntransformers=={TRANSFORMERS}\n"
+        needed = requirements(decided, "accelerate", f"deepspeed=={release}")
         return {CONFIG: json.dumps(config, indent=2) + "\n", "requirements.txt": needed} | script
 
     def command(self, decided: Decided) -> str:

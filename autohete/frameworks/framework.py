@@ -81,7 +81,6 @@ class Abilities:
     Args:
         optimizers: those that it has.
         precisions: arithmetic.
-        masters: whether 16-bit parameters may have fp32 masters; and whether they may have none.
         lora: low-rank adapters; ``quantised`` base in NF4.
         chunked_loss: logits a chunk at a time.
         several_gpus: more than one.

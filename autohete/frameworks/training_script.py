@@ -10,12 +10,26 @@ from autohete import __version__
 from autohete.frameworks.framework import Decided, ModelFiles
 from autohete.quantities import format_seconds
 from autohete.workload import Precision
+from autohete.workload.optimizers import Optimizer
 
 #: The version whose models the scripts are tested with.
 TRANSFORMERS = "5.23.0"
+#: Parameters that are trained.
+TRAINED = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
 #: Where the shape of the model is, beside the script.
 MODEL_FOLDER = "model"
 
+#: How the optimizers that scripts use are made.
+OPTIMIZERS = {
+    Optimizer.ADAMW: "torch.optim.AdamW({trained}, lr=1e-5, fused={fused})",
+    Optimizer.ADAMW_PURE_BF16: "torch.optim.AdamW({trained}, lr=1e-5, fused={fused})",
+    Optimizer.SGD: "torch.optim.SGD({trained}, lr=1e-3)",
+    Optimizer.SGD_MOMENTUM: "torch.optim.SGD({trained}, lr=1e-3, momentum=0.9)",
+    Optimizer.ADAFACTOR: "torch.optim.Adafactor({trained}, lr=1e-3)",
+    Optimizer.ADAFACTOR_PURE_BF16: "torch.optim.Adafactor({trained}, lr=1e-3)",
+    Optimizer.ADAMW8BIT: "bitsandbytes.optim.AdamW8bit({trained}, lr=1e-5)",
+    Optimizer.ADAMW8BIT_PURE_BF16: "bitsandbytes.optim.AdamW8bit({trained}, lr=1e-5)",
+}
 _TYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 
 _SCRIPT = Template('''\
@@ -52,7 +66,7 @@ def build(given: argparse.Namespace, dtype: torch.dtype) -> torch.nn.Module:
     else:
         config = transformers.AutoConfig.from_pretrained(HERE / "model")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-$recompute    return model.train()
+$adapters$recompute    return model.train()
 
 
 def batches(given: argparse.Namespace, rows: int, vocabulary: int, rank: int) -> Iterator[torch.Tensor]:
@@ -79,6 +93,11 @@ if __name__ == "__main__":
     main()
 ''')
 
+_ADAPTERS = """\
+    lora = peft.LoraConfig(r=$rank, lora_alpha=$twice, target_modules=$targets)
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    model.enable_input_require_grads()
+"""
 _RECOMPUTE = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
 
 
@@ -100,16 +119,32 @@ def training_script(
         title=f"Train {workload.name} with {tool}.",
         facts=textwrap.fill(facts(decided), 110),
         command=command,
-        imports=f"\n{imports}\n\n",
+        imports=f"\n{imports}\n" + ("import peft\n" if workload.training.lora else ""),
         batch_size=workload.batch_size,
         sequence_length=workload.sequence_length,
         micro_batches=workload.micro_batches,
         seconds=f"{decided.seconds:.4g}",
         weights=f", such as {model.weights}" if model.weights else "",
+        adapters=_adapters(decided),
         recompute=f"    {_RECOMPUTE}\n" if recomputes else "",
         main=textwrap.indent(main, "    "),
     )
     return {"train.py": script, f"{MODEL_FOLDER}/config.json": json.dumps(dict(model.config), indent=2) + "\n"}
+
+
+def _adapters(decided: Decided) -> str:
+    workload = decided.workload
+    if workload.training.lora is None:
+        return ""
+    names = {layer.name for unit in range(workload.unit_count) for layer in workload.adapted_layers(unit)}
+    rank = workload.training.lora.rank
+    return Template(_ADAPTERS).substitute(rank=rank, twice=2 * rank, targets=sorted(names))
+
+
+def requirements(decided: Decided, *tools: str) -> str:
+    """What ``pip install -r`` needs to run the script."""
+    adapters = ["peft"] if decided.workload.training.lora else []
+    return "\n".join(sorted([*tools, *adapters, "torch", f"transformers=={TRANSFORMERS}"])) + "\n"
 
 
 def facts(decided: Decided) -> str:
@@ -121,6 +156,11 @@ def facts(decided: Decided) -> str:
         f"{format_seconds(decided.seconds)} per iteration of {workload.micro_batches} x {workload.batch_size} x "
         f"{workload.sequence_length} tokens on {gpus}{hardware.name}, with {workload.kernels} kernels."
     )
+
+
+def optimizer_of(decided: Decided, fused: bool = True) -> str:
+    """The expression that makes the optimizer of ``model``."""
+    return OPTIMIZERS[decided.workload.training.optimizer].format(trained=TRAINED, fused=fused)
 
 
 def dtype_of(decided: Decided) -> str:
