@@ -32,7 +32,7 @@ def judged(profile: Profile, name: str) -> Candidate:
     summary, simulation = answer_or_refusal(profile, policy)
     if simulation is None:
         return Candidate(summary, None)
-    decided = Decided(profile, policy.system, simulation.plan, simulation.iteration_seconds)
+    decided = Decided(profile, policy.system, simulation.plan, simulation.iteration_seconds, simulation.gpu.peak_bytes)
     return Candidate(summary, simulation.plan, runs_in=runs_in(decided))
 
 

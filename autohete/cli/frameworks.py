@@ -34,9 +34,7 @@ class Running:
     """
 
     from_: Annotated[str | None, Parameter(name="--from")] = None
-    runnable: Annotated[
-        tuple[str, ...] | None, Parameter(negative=(), consume_multiple=(0, 1), metavar="[NAME,NAME]")
-    ] = None
+    runnable: Annotated[tuple[str, ...] | None, Parameter(negative=(), consume_multiple=(0, 1), metavar="[NAME,NAME]")] = None
     write: str | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +70,9 @@ class Running:
         if folder.exists() and not folder.is_dir():
             raise InputError(f"--write {self.write!r} is a file: give a folder, new or empty")
         if folder.is_dir() and any(folder.iterdir()):
-            raise InputError(f"--write {self.write!r} is a folder that is not empty: give a new one, so that nothing is replaced")
+            raise InputError(
+                f"--write {self.write!r} is a folder that is not empty: give a new one, so that nothing is replaced"
+            )
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         if not os.access(there, os.W_OK | os.X_OK):
             raise InputError(f"--write {self.write!r} cannot be written: folder {str(there)!r} is not writable")
@@ -111,7 +111,8 @@ def write_best(answer: Answer, running: Running, question: Question) -> Written 
     for each in answer.candidates:
         able = [name for name in known if name in each.runs_in]
         if each.fits and able and each.plan is not None:
-            decided = Decided(answer.profile, parse_policy(each.name).system, each.plan, each.seconds)
+            peak = each.summary.gpu_peak_bytes or 0
+            decided = Decided(answer.profile, parse_policy(each.name).system, each.plan, each.seconds, peak)
             return _write(decided, known[able[0]], running.write, question)
     raise InputError(f"there is nothing to write: no plan fits that {' or '.join(known)} can run")
 
@@ -144,6 +145,4 @@ def _write(decided: Decided, framework: Framework, folder: str, question: Questi
         path = Path(folder, name)
         make_folder(path.parent)
         write_text(path, text)
-    return Written(
-        framework.name, framework.version, decided.plan.policy, folder, tuple(files), framework.command(decided)
-    )
+    return Written(framework.name, framework.version, decided.plan.policy, folder, tuple(files), framework.command(decided))

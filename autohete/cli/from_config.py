@@ -158,7 +158,9 @@ def _faster(answer: Answer, than: Candidate, frameworks: tuple[str, ...]) -> Can
     """The fastest candidate that one of the frameworks (none: any) can run, if it is faster by more than noise."""
     from autohete.answer import NOISE
 
-    able = [each for each in answer.candidates if each.fits and ({*frameworks} & {*each.runs_in} if frameworks else each.runs_in)]
+    able = [
+        each for each in answer.candidates if each.fits and ({*frameworks} & {*each.runs_in} if frameworks else each.runs_in)
+    ]
     best = min(able, key=lambda each: each.seconds, default=None)
     return best if best is not None and best.seconds < than.seconds * (1 - NOISE) else None
 
@@ -171,7 +173,7 @@ def _changes(read: ReadConfig, answer: Answer, now: Candidate, then: Candidate) 
     from autohete.policies import parse_policy
 
     assert then.plan is not None
-    decided = Decided(answer.profile, parse_policy(then.name).system, then.plan, then.seconds)
+    decided = Decided(answer.profile, parse_policy(then.name).system, then.plan, then.seconds, then.summary.gpu_peak_bytes or 0)
     zero = "zero_optimization"
     before = read.config.get(zero) or {}
     kept = {key: value for key, value in before.items() if key in MINOR}

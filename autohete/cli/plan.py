@@ -250,7 +250,7 @@ def _print_policy(
     if running.write is not None:
         if simulation is None or summary.explanation:
             raise InputError(f"there is nothing to write, since it does not fit: {summary.explanation}")
-        decided = Decided(chosen, asked.system, simulation.plan, simulation.iteration_seconds)
+        decided = Decided(chosen, asked.system, simulation.plan, simulation.iteration_seconds, simulation.gpu.peak_bytes)
         written = write_plan(decided, running, question)
     document = plan_json(summary, simulation) | ({} if written is None else {"written": asdict(written)})
     if len(grown) == 1:

@@ -11,13 +11,28 @@ from autohete.errors import InputError, unknown_name
 from autohete.frameworks.deepspeed import DeepSpeedFiles
 from autohete.frameworks.framework import Decided, Framework, ModelFiles
 from autohete.frameworks.fsdp2 import Fsdp2Files
+from autohete.frameworks.llamafactory import LlamaFactoryFiles
+from autohete.frameworks.megatron import MegatronFiles
 from autohete.frameworks.plain_torch import TorchFiles
 from autohete.frameworks.this_trainer import TrainerFiles
+from autohete.frameworks.torchtitan import TorchtitanFiles
+from autohete.frameworks.torchtune import TorchtuneFiles
+from autohete.frameworks.transformer_engine import TransformerEngineFiles
 
 __all__ = ["FRAMEWORKS", "Decided", "Framework", "ModelFiles", "named_frameworks", "refusal", "runs_in"]
 
 #: In the order of preference for a plan that several of them run.
-FRAMEWORKS: tuple[Framework, ...] = (DeepSpeedFiles(), Fsdp2Files(), TorchFiles(), TrainerFiles())
+FRAMEWORKS: tuple[Framework, ...] = (
+    DeepSpeedFiles(),
+    Fsdp2Files(),
+    TorchFiles(),
+    LlamaFactoryFiles(),
+    TorchtuneFiles(),
+    TorchtitanFiles(),
+    MegatronFiles(),
+    TransformerEngineFiles(),
+    TrainerFiles(),
+)
 
 
 def refusal(framework: Framework, decided: Decided) -> str:

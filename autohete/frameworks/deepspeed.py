@@ -177,9 +177,7 @@ def _twin_flow(system: TwinFlow, decided: Decided) -> dict[str, Any]:
     units, profile = decided.plan.units, decided.profile
     counts = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
     on_cpu = sum(
-        count * (1 - unit.update.share)
-        for count, unit in zip(counts, units, strict=True)
-        if unit.update.on is Processor.CPU
+        count * (1 - unit.update.share) for count, unit in zip(counts, units, strict=True) if unit.update.on is Processor.CPU
     )
     return {
         "stage": 3,

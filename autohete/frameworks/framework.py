@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
-from autohete.plan import Activations, Plan, UnitPlan
+from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies import System
 from autohete.profile import Profile
 from autohete.workload import Precision, Units, Workload
+from autohete.workload.config import model_names, read_model
 from autohete.workload.optimizers import Optimizer
 
 
@@ -24,12 +25,14 @@ class Decided:
         system: the policy with its flags.
         plan: its decisions.
         seconds: simulated time of an iteration.
+        gpu_peak_bytes: simulated peak of the GPU's memory.
     """
 
     profile: Profile
     system: System
     plan: Plan
     seconds: float
+    gpu_peak_bytes: int
 
     @property
     def workload(self) -> Workload:
@@ -45,6 +48,14 @@ class Decided:
     def blocks(self) -> tuple[UnitPlan, ...]:
         """The decisions for transformer blocks, or for their sublayers."""
         return self.plan.units[1:-1]
+
+    @property
+    def stays(self) -> bool:
+        """Whether parameters, gradients and states stay on the GPU, which updates them."""
+        return not any(
+            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is Processor.CPU
+            for unit in self.plan.units
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -119,6 +130,21 @@ class Abilities:
         for what, given in refused.items():
             if given:
                 raise InputError(f"is written here without {what}")
+
+
+def check_published(decided: Decided, names: Collection[str]) -> None:
+    """Refuse a model that is not one of ``names``, as it is published.
+
+    Raises:
+        InputError: it is not.
+    """
+    workload = decided.workload
+    if workload.name not in names or workload.name not in model_names():
+        raise InputError(f"has no {workload.name}: its models that are written here are {', '.join(names)}")
+    published = read_model(workload.name)
+    for figure in ("architecture", "transformer_blocks", "vocabulary_size", "tied_embeddings"):
+        if getattr(workload, figure) != getattr(published, figure):
+            raise InputError(f"has {workload.name} as it is published, without another {figure}")
 
 
 class Framework(Protocol):

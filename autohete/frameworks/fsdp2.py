@@ -31,7 +31,11 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 if on_gpu:
     torch.cuda.set_device(rank % torch.cuda.device_count())
 mesh = dist.device_mesh.init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
-how = {{"mesh": mesh, "mp_policy": {precision}, "offload_policy": {offload}}}
+how = {{
+    "mesh": mesh,
+    "mp_policy": {precision},
+    "offload_policy": {offload},
+}}
 model = build(given, torch.float32)
 lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
 blocks = next(each for each in lists if len(each) == model.config.get_text_config().num_hidden_layers)
@@ -76,7 +80,9 @@ class Fsdp2Files:
         elif not isinstance(system, Resident):
             raise InputError("places and orders work in its own way, and has no such schedule")
         elif system.zero_stage != 3 or system.fsdp1 or system.deepspeed or system.in_backward:
-            raise InputError("shards everything and updates after backward: plan with resident:zero_stage=3, without other flags")
+            raise InputError(
+                "shards everything and updates after backward: plan with resident:zero_stage=3, without other flags"
+            )
         _ = decided.recomputes
 
     def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
@@ -89,7 +95,7 @@ class Fsdp2Files:
         mixed = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         clip = f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {workload.clip_norm})\n"
         return {
-            "requirements.txt": requirements(decided, f"torch=={self.version}"),
+            "requirements.txt": requirements(decided, torch=f"torch=={self.version}"),
             **training_script(
                 decided,
                 model,

@@ -43,7 +43,11 @@ def _set_shape(config: dict[str, Any], workload: Workload) -> None:
     inner = config
     if isinstance(config.get("text_config"), dict):
         inner = config["text_config"] = dict(config["text_config"])
-    inner["n_layer" if "n_layer" in inner else "num_hidden_layers"] = workload.transformer_blocks
+    layers = "n_layer" if "n_layer" in inner else "num_hidden_layers"
+    for key, value in inner.items():
+        if isinstance(value, list) and len(value) == inner[layers]:  # one entry for each block, such as layer_types
+            inner[key] = [value[block % len(value)] for block in range(workload.transformer_blocks)]
+    inner[layers] = workload.transformer_blocks
     inner["vocab_size"] = workload.vocabulary_size
     config["tie_word_embeddings"] = inner["tie_word_embeddings"] = workload.tied_embeddings
 

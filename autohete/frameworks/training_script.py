@@ -14,8 +14,8 @@ from autohete.workload.optimizers import Optimizer
 
 #: The version whose models the scripts are tested with.
 TRANSFORMERS = "5.23.0"
-#: Parameters that are trained.
-TRAINED = "[parameter for parameter in model.parameters() if parameter.requires_grad]"
+#: Parameters that are trained, in scripts.
+TRAINED = "trained(model)"
 #: Where the shape of the model is, beside the script.
 MODEL_FOLDER = "model"
 
@@ -54,19 +54,24 @@ SIMULATED_SECONDS = $seconds
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    parser.add_argument("--model", help="name or folder of weights$weights; default: random weights of the shape in model/")
+    parser.add_argument("--model", help="name or folder of weights$weights; default: random ones")
     parser.add_argument("--text", type=Path, help="a text file; default: random tokens, to see speed and memory")
     parser.add_argument("--steps", type=int, default=10)
     return parser.parse_args()
 
 
 def build(given: argparse.Namespace, dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
     if given.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
     else:
         config = transformers.AutoConfig.from_pretrained(HERE / "model")
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 $adapters$recompute    return model.train()
+
+
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def batches(given: argparse.Namespace, rows: int, vocabulary: int, rank: int) -> Iterator[torch.Tensor]:
@@ -82,7 +87,8 @@ def batches(given: argparse.Namespace, rows: int, vocabulary: int, rank: int) ->
 
 
 def report(step: int, loss: float, began: float) -> None:
-    print(f"step {step}: loss {loss:.4f}, {time.perf_counter() - began:.2f} s (simulated: {SIMULATED_SECONDS:.2f} s)", flush=True)
+    seconds = time.perf_counter() - began
+    print(f"step {step}: loss {loss:.6f}, {seconds:.2f} s (simulated: {SIMULATED_SECONDS:.2f} s)", flush=True)
 
 
 def main() -> None:
@@ -141,10 +147,10 @@ def _adapters(decided: Decided) -> str:
     return Template(_ADAPTERS).substitute(rank=rank, twice=2 * rank, targets=sorted(names))
 
 
-def requirements(decided: Decided, *tools: str) -> str:
+def requirements(decided: Decided, *tools: str, torch: str = "torch") -> str:
     """What ``pip install -r`` needs to run the script."""
     adapters = ["peft"] if decided.workload.training.lora else []
-    return "\n".join(sorted([*tools, *adapters, "torch", f"transformers=={TRANSFORMERS}"])) + "\n"
+    return "\n".join(sorted([*tools, *adapters, torch, f"transformers=={TRANSFORMERS}"])) + "\n"
 
 
 def facts(decided: Decided) -> str:
@@ -168,9 +174,9 @@ def dtype_of(decided: Decided) -> str:
     return f"torch.{_TYPES[decided.workload.precision]}"
 
 
-def torchrun(decided: Decided) -> str:
-    """The command that starts ``train.py`` on each GPU."""
+def torchrun(decided: Decided, program: str = "train.py") -> str:
+    """The command that starts a program on each GPU."""
     hardware = decided.hardware
     nodes = hardware.gpus // hardware.gpus_of_node if hardware.gpus > 1 else 1
     several = f"--nnodes {nodes} --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
-    return f"torchrun {several}--nproc-per-node {hardware.gpus // nodes} train.py"
+    return f"torchrun {several}--nproc-per-node {hardware.gpus // nodes} {program}"
