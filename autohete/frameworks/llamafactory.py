@@ -61,6 +61,8 @@ class LlamaFactoryFiles:
     def _settings(self, decided: Decided, weights: str) -> dict[str, Any]:
         _ABILITIES.check(decided)
         workload, training = decided.workload, decided.workload.training
+        if workload.architecture is None:
+            raise InputError("trains models that have a config.json and a tokenizer: plan with --model")
         method = _method(decided)
         return {
             "model_name_or_path": weights,

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,13 @@ def test_plans_run_where_they_should(policy: str, workload: Workload, names: str
 
 def _check_files(files: dict[str, str]) -> None:
     """All files are of their kind."""
-    readers = {".json": json.loads, ".toml": tomllib.loads, ".yaml": yaml, ".sh": shlex.split, ".txt": str.split}
+    readers: dict[str, Callable[[str], object]] = {
+        ".json": json.loads,
+        ".toml": tomllib.loads,
+        ".yaml": yaml,
+        ".sh": shlex.split,
+        ".txt": str.split,
+    }
     for name, text in files.items():
         suffix = Path(name).suffix
         if suffix == ".py":
