@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunOptions:
     """What is run, and by what.
 
     Parameters
@@ -96,7 +96,7 @@ class Written:
         )
 
 
-def write_best(answer: Answer, running: Running, question: Question) -> Written | None:
+def write_best(answer: Answer, running: RunOptions, question: Question) -> Written | None:
     """Write the files of the best plan that one of the frameworks can run; None if ``--write`` is not given.
 
     Raises:
@@ -117,7 +117,7 @@ def write_best(answer: Answer, running: Running, question: Question) -> Written 
     raise InputError(f"there is nothing to write: no plan fits that {' or '.join(known)} can run")
 
 
-def write_plan(decided: Decided, running: Running, question: Question) -> Written | None:
+def write_plan(decided: Decided, running: RunOptions, question: Question) -> Written | None:
     """Write the files of one plan; None if ``--write`` is not given.
 
     Raises:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from autohete.errors import InputError
 if TYPE_CHECKING:
     from autohete.answer import Answer, Candidate
     from autohete.cli.question import Question
+    from autohete.frameworks.advice import Advice
     from autohete.frameworks.changes import KeyChange
     from autohete.frameworks.deepspeed_reading import ReadConfig
 
@@ -26,68 +27,7 @@ _OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What a configuration does, and what would be faster.
-
-    Args:
-        file, policy: its name and its meaning.
-        notes: what was assumed.
-        iteration_seconds, explanation: its time; None if it does not train, with the reason.
-        better, better_seconds: the best policy that DeepSpeed can run; empty if it is not faster.
-        changes: keys to change for it.
-        fastest, fastest_seconds, runs_in: the best policy that any framework can run; empty if it is no faster.
-    """
-
-    file: str
-    policy: str
-    notes: tuple[str, ...]
-    iteration_seconds: float | None
-    explanation: str
-    better: str = ""
-    better_seconds: float | None = None
-    changes: tuple[KeyChange, ...] = ()
-    fastest: str = ""
-    fastest_seconds: float | None = None
-    runs_in: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        from autohete.quantities import format_seconds
-
-        if self.iteration_seconds is None:
-            yield f"{self.file} is {self.policy}, which does not train here: {self.explanation}"
-        else:
-            yield f"{self.file} is {self.policy}: it trains, {format_seconds(self.iteration_seconds)} per iteration"
-        for note in self.notes:
-            yield f"  note: {note}"
-        if not self.better:
-            yield "  nothing to change: DeepSpeed runs no other plan that is faster"
-        else:
-            yield f"  DeepSpeed with {self.better}: {self._gain(self.better_seconds)}; change"
-            yield from (f"    {change}" for change in self.changes)
-        if self.fastest:
-            yield f"  {self.fastest} in {' or '.join(self.runs_in)}: {self._gain(self.fastest_seconds)}; --write has its files"
-
-    def _gain(self, seconds: float | None) -> str:
-        from autohete.quantities import format_seconds
-
-        assert seconds is not None
-        faster = "" if self.iteration_seconds is None else f", {self.iteration_seconds / seconds:.2f}x as fast"
-        return f"{format_seconds(seconds)} per iteration{faster}"
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A configuration that was read, and the file's name."""
-
-    file: str
-    config: ReadConfig
-
-
-def read_configuration(given: str, question: Question) -> tuple[Reading, Question]:
+def read_configuration(given: str, question: Question) -> tuple[ReadConfig, Question]:
     """Read ``FILE[:flag,flag=value]``; return what it means, and the question with what it sets.
 
     Raises:
@@ -105,7 +45,7 @@ def read_configuration(given: str, question: Question) -> tuple[Reading, Questio
         parse_policy(read.policy)
     except InputError as error:
         raise InputError(f"--from {path}: {error}") from error
-    return Reading(path, read), replace(question, shape=_with(question, read.training, path))
+    return read, replace(question, shape=_with(question, read.training, path))
 
 
 def _text(path: str) -> str:
@@ -128,15 +68,16 @@ def _with(question: Question, training: Mapping[str, Any], path: str) -> Any:
     return replace(question.shape, **training)
 
 
-def advise(read: Reading, answer: Answer) -> Advice:
+def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
     """Simulate the configuration, and compare it with the plans of the answer."""
     from autohete.answer.policies import judged
+    from autohete.frameworks.advice import Advice
 
-    now = judged(answer.profile, read.config.policy)
+    now = judged(answer.profile, read.policy)
     advice = Advice(
-        read.file,
+        file,
         now.name,
-        read.config.notes,
+        read.notes,
         now.seconds if now.fits else None,
         now.summary.explanation,
     )
@@ -146,7 +87,7 @@ def advise(read: Reading, answer: Answer) -> Advice:
             advice,
             better=deepspeed.name,
             better_seconds=deepspeed.seconds,
-            changes=_changes(read.config, answer, now, deepspeed),
+            changes=_changes(read, answer, now, deepspeed),
         )
     any_ = _faster(answer, deepspeed or now, ())
     if any_ is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from autohete.cli.frameworks import Running, write_best, write_plan
+from autohete.cli.frameworks import RunOptions, write_best, write_plan
 from autohete.cli.from_config import advise, read_configuration
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autohete.simulate.largest import GrowingFigure
 
 _TOKENS, _SYSTEM = "1B", "4GiB"
-_ANY = Running()
+_ANY = RunOptions()
 
 
 def plan(
@@ -38,7 +38,7 @@ def plan(
     draws: Whole = 16,
     seed: Whole = 0,
     jobs: Whole | None = None,
-    running: Running = _ANY,
+    running: RunOptions = _ANY,
     schedule: str | None = None,
     html: str | None = None,
     gantt: str | None = None,
@@ -101,7 +101,7 @@ def plan(
     only = running.only()
     result = with_options(_answer(question, chosen, tokens, system_memory, draws, seed, sizes, only, _in_processes(jobs)))
     written = write_best(result, running, question)
-    advice = None if read is None else advise(read, result)
+    advice = None if read is None else advise(running.from_ or "", read, result)
     extras = ({} if written is None else {"written": asdict(written)}) | ({} if advice is None else {"from": asdict(advice)})
     _write_outputs(result, outputs, extras)
     if json_ is None or "--json" in outputs:
@@ -225,7 +225,7 @@ def _print_policy(
     sizes: Sequence[GrowingFigure],
     outputs: dict[str, str],
     json_: tuple[str, ...] | None,
-    running: Running,
+    running: RunOptions,
 ) -> None:
     """Show one policy's decisions, for the workload given or for the largest that fits."""
     from autohete.files import write_text

@@ -88,7 +88,7 @@ class DeepSpeedFiles:
         zero = _zero(decided)
         workload, release = decided.workload, _release(decided)
         if workload.precision is Precision.BF16 and release in ("0.3.0", "0.4.3"):
-            raise InputError(f"{release} has no bf16: plan with --precision fp16, or for a later version")
+            raise InputError(f"{release} has no bf16: plan with precision fp16, or for a later version")
         return {
             WRITTEN_FOR: f"deepspeed {release}",
             "train_micro_batch_size_per_gpu": workload.batch_size,

@@ -112,9 +112,9 @@ class Abilities:
         """
         workload, training = decided.workload, decided.workload.training
         if training.optimizer not in self.optimizers:
-            raise InputError(f"has no {training.optimizer}: plan with --optimizer {' or '.join(self.optimizers)}")
+            raise InputError(f"has no {training.optimizer}: plan with optimizer {' or '.join(self.optimizers)}")
         if workload.precision not in self.precisions:
-            raise InputError(f"has no {workload.precision}: plan with --precision {' or '.join(self.precisions)}")
+            raise InputError(f"has no {workload.precision}: plan with precision {' or '.join(self.precisions)}")
         refused = {
             "fp8 products": training.fp8,
             "adapters": training.lora is not None and not self.lora,

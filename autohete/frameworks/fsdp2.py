@@ -25,11 +25,11 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard"""
 
 _MAIN = """\
-on_gpu = torch.cuda.is_available()
+on_gpu = torch.accelerator.is_available()
 dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 if on_gpu:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 mesh = dist.device_mesh.init_device_mesh("cuda" if on_gpu else "cpu", (ranks,))
 how = {{
     "mesh": mesh,

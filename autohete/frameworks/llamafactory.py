@@ -62,7 +62,7 @@ class LlamaFactoryFiles:
         _ABILITIES.check(decided)
         workload, training = decided.workload, decided.workload.training
         if workload.architecture is None:
-            raise InputError("trains models that have a config.json and a tokenizer: plan with --model")
+            raise InputError("trains models that have a config.json and a tokenizer: name a model")
         method = _method(decided)
         return {
             "model_name_or_path": weights,
@@ -99,7 +99,7 @@ def _method(decided: Decided) -> dict[str, Any]:
             raise InputError("shards with DeepSpeed and updates after backward: plan with resident:deepspeed,zero_stage=2 or 3")
         return _pure(decided) | checkpointing
     if training.lora is not None and training.lora.quantised:
-        raise InputError("has no base in NF4 with DeepSpeed's offloading: plan with --lora alone, or with resident")
+        raise InputError("has no base in NF4 with DeepSpeed's offloading: plan with LoRA alone, or with resident")
     try:
         DeepSpeedFiles().check(decided)
     except InputError as error:
@@ -113,7 +113,7 @@ def _pure(decided: Decided) -> dict[str, Any]:
         return {"pure_bf16": True}
     if decided.workload.training.lora is None:
         raise InputError(
-            "has no masters beside 16-bit parameters without DeepSpeed: plan with --optimizer adamw_pure_bf16, or with "
+            "has no masters beside 16-bit parameters without DeepSpeed: plan with optimizer adamw_pure_bf16, or with "
             "resident:deepspeed,zero_stage=2"
         )
     return {}

@@ -26,7 +26,7 @@ def model_files(name_or_path: str | None, workload: Workload) -> ModelFiles:
     """
     if name_or_path is None:
         if workload.architecture is not None:
-            raise InputError(f"the blocks of {workload.name} have no config.json here: give --model, --workload or a shape")
+            raise InputError(f"the blocks of {workload.name} have no config.json here: name a model, a workload or a shape")
         return ModelFiles(_gpt2(workload), "")
     config, _ = model_config(name_or_path)
     source = config.get("source", "")

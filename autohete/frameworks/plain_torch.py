@@ -25,11 +25,11 @@ import torch.distributed as dist
 import transformers"""
 
 _MAIN = """\
-on_gpu = torch.cuda.is_available()
+on_gpu = torch.accelerator.is_available()
 dist.init_process_group("nccl" if on_gpu else "gloo")
 rank = dist.get_rank()
 if on_gpu:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 device = torch.device("cuda" if on_gpu else "cpu")
 model = build(given, {dtype}).to(device)
 vocabulary = model.config.get_text_config().vocab_size
@@ -67,7 +67,7 @@ class TorchFiles:
             raise InputError("alone shards nothing and updates after backward: plan with resident, without such flags")
         if decided.workload.has_masters:
             raise InputError(
-                "alone has no masters beside 16-bit parameters: plan with --optimizer adamw_pure_bf16, or with --precision fp32"
+                "alone has no masters beside 16-bit parameters: plan with optimizer adamw_pure_bf16, or with precision fp32"
             )
         _ = decided.recomputes
 

@@ -27,7 +27,7 @@ import transformers
 import autohete"""
 
 _MAIN = """\
-on_gpu = torch.cuda.is_available()
+on_gpu = torch.accelerator.is_available()
 {ranks}model = build(given, {dtype})
 vocabulary = model.config.get_text_config().vocab_size
 optimizer = {optimizer}
@@ -48,7 +48,7 @@ with trainer:
 _RANKS = """\
 torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
 if on_gpu:
-    torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
+    torch.accelerator.set_device_index(torch.distributed.get_rank() % torch.accelerator.device_count())
 """
 
 

@@ -82,12 +82,12 @@ class TorchtuneFiles:
         check_published(decided, _MODELS)
         workload = decided.workload
         if workload.has_masters:
-            raise InputError(
-                "has no masters beside 16-bit parameters: plan with --optimizer adamw_pure_bf16 or --precision fp32"
-            )
+            raise InputError("has no masters beside 16-bit parameters: plan with optimizer adamw_pure_bf16 or precision fp32")
         recomputes, offloads, in_backward = _method(decided)
         if in_backward and (workload.micro_batches > 1 or workload.clips):
-            raise InputError("updates in backward without accumulation and clipping: plan with --micro-batches 1 or resident")
+            raise InputError(
+                "updates in backward without accumulation and clipping: plan with one micro-batch, or with resident"
+            )
         model = _MODELS[workload.name]
         shards = [f"model-{one:05}-of-{model.shards:05}.safetensors" for one in range(1, model.shards + 1)]
         return {

@@ -261,12 +261,12 @@ def _policies(answer: Answer) -> Iterator[str]:
             yield from _wrapped(f"next best: {following.name}, {_slower(following, best)}")
     fitting = [each for each in answer.candidates if each.fits]
     if fitting and best is not None:
-        yield f"{'policy':<26}{'iteration':>10}{'tokens/s':>9}  runs in"
+        yield f"{'policy':<26}{'iteration':>9}{'tokens/s':>9}  runs in"
         for each in fitting:
             rate = each.summary.tokens_per_second or 0.0
             note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
-            runs = f"{_runs_in(each):<14}"
-            yield f"{each.name:<26}{format_seconds(each.seconds):>10}{rate:>9,.0f}  {runs}{note}".rstrip()
+            runs = f"{_runs_in(each):<13}"
+            yield f"{each.name:<26}{format_seconds(each.seconds):>9}{rate:>9,.0f}  {runs}{note}".rstrip()
     short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
     if short:
         yield "does not fit:"

@@ -11,7 +11,7 @@ from support.command import SMALL, autohete, refused
 
 from autohete.answer import Sampling, find_answer
 from autohete.answer.policies import judged
-from autohete.cli.from_config import Reading, advise
+from autohete.cli.from_config import advise
 from autohete.errors import InputError
 from autohete.frameworks.deepspeed_reading import read_deepspeed
 from autohete.report.answer_json import answer_json
@@ -86,10 +86,10 @@ def test_a_framework_limits_the_recommendation() -> None:
 
 def test_advice_compares_with_what_runs() -> None:
     """The configuration's time is that of its policy; a plan that is faster comes with the keys that make it so."""
-    read = Reading("ds.json", read_deepspeed(json.dumps(OFFLOAD), gpus=1, hidden_size=WORKLOAD.hidden_size))
+    read = read_deepspeed(json.dumps(OFFLOAD), gpus=1, hidden_size=WORKLOAD.hidden_size)
     found = answer(ROOM, (*QUICK, "zero3_offload"))
-    advice = advise(read, found)
-    now = judged(found.profile, read.config.policy)
+    advice = advise("ds.json", read, found)
+    now = judged(found.profile, read.policy)
     assert advice.iteration_seconds == now.seconds
     best = min((each for each in found.candidates if "deepspeed" in each.runs_in and each.fits), key=lambda each: each.seconds)
     assert (advice.better, advice.better_seconds) == (best.name, best.seconds)

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": _TRACE | {"analysis", "workload"},
     # The pipeline, and what people meet.
     "simulate": _LOWERING | {"policies", "sim"},
-    "frameworks": _SIMULATED,
+    "frameworks": _SIMULATED | {"__version__"},
     "answer": _SIMULATED | {"frameworks"},
     "report": _SIMULATED | {"answer", "frameworks"},
     "train": _SIMULATED | {"runtime"},
