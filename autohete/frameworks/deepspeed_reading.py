@@ -134,10 +134,10 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
     for key in _NOT_MODELLED:
         if zero.get(key) not in (None, False, {}, 1):
             raise InputError(f"zero_optimization.{key} is not simulated: leave it out")
-    stage = int(_number(zero, "stage", 0))
+    stage = _number(zero, "stage", 0)
     optimizer = _section(zero, "offload_optimizer") or ({"device": "cpu"} if zero.get("cpu_offload") else {})
     parameters = _section(zero, "offload_param") or ({"device": "cpu"} if zero.get("cpu_offload_param") else {})
-    where, rest = (section.get("device", "none") for section in (optimizer, parameters))
+    where, rest = (str(section.get("device", "none")) for section in (optimizer, parameters))
     if (stage, where, rest) not in _READERS:
         raise InputError(
             f"stage {stage} with the optimizer on {where} and parameters on {rest} is not simulated: give one of "
@@ -149,7 +149,7 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
         raise InputError("zero_optimization.offload_optimizer.super_offload is not simulated: leave it out")
     name = _READERS[stage, where, rest]
     if name == "resident":
-        return name, {} if stage == 0 else {"zero_stage": str(stage), "deepspeed": "on"}
+        return name, {} if stage == 0 else {"zero_stage": str(int(stage)), "deepspeed": "on"}
     if name == "zero_offload":
         always = version in (DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3)
         unsaid = "pin_memory" not in optimizer  # the version's own default

@@ -27,6 +27,7 @@ OFFLOAD = {
 }
 
 
+@pytest.mark.slow
 def test_files_of_a_policy_are_written(tmp_path: Path) -> None:
     """They appear in a new folder, for a framework that runs the policy, and the command that starts it is printed."""
     done = autohete("plan", *SMALL, "--policy", "zero_offload", "--write", "run/here", cwd=tmp_path)
@@ -62,6 +63,7 @@ def test_what_no_framework_runs_is_not_written(tmp_path: Path) -> None:
     assert "unknown framework" in refused("plan", *SMALL, "--runnable=deepsped")
 
 
+@pytest.mark.slow
 def test_a_framework_limits_the_recommendation() -> None:
     """Only its plans are candidates, the best of them is recommended, and the text says so; without it nothing is left out."""
     every = answer(ROOM, (*QUICK, "zero3_offload"))
@@ -100,6 +102,7 @@ def test_advice_compares_with_what_runs() -> None:
     assert advice.fastest_seconds is None or advice.fastest_seconds < best.seconds
 
 
+@pytest.mark.slow
 def test_a_configuration_is_a_question(tmp_path: Path) -> None:
     """Its batch and precision are taken; an option that contradicts it, or a file that is none, is refused with its name."""
     path = tmp_path / "ds.json"

@@ -340,6 +340,8 @@ def test_two_of_three_batch_sizes_give_the_third(keys: dict[str, Any], sizes: tu
         (configuration({"stage": 2, "zenflow": {"topk_ratio": 0.1}}), "zero_optimization.zenflow is not simulated"),
         (configuration({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}), "ratio is 2"),
         (configuration({"stage": True}), "stage is true: give a number"),
+        (configuration({"stage": 2.5}), "stage 2.5 with the optimizer on none"),
+        (configuration({"stage": 2, "offload_optimizer": {"device": ["cpu"]}}), "stage 2 with the optimizer on ['cpu']"),
         (configuration({"stage": 2, "reduce_bucket_size": "much"}), 'reduce_bucket_size is "much"'),
         (configuration({}, optimizer={"type": "Lion"}), 'optimizer.type is "Lion"'),
         (configuration({}, train_batch_size=7, gradient_accumulation_steps=2), "train_batch_size is 7"),
