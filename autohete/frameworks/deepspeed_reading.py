@@ -173,7 +173,7 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
 
 
 #: The policy for each stage, place of the optimizer and place of the parameters.
-_READERS = {
+_READERS: dict[tuple[float, str, str], str] = {
     (0, "none", "none"): "resident",
     (1, "none", "none"): "resident",
     (2, "none", "none"): "resident",
