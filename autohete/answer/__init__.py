@@ -68,6 +68,7 @@ def find_answer(
     *,
     system_bytes: int = SYSTEM_BYTES,
     policies: Sequence[str] | None = None,
+    runnable: Sequence[str] = (),
     tokens: int = 10**9,
     sampling: Sampling | None = None,
     sizes: Sequence[GrowingFigure] = (),
@@ -85,6 +86,7 @@ def find_answer(
             is simulated, since the times are those of one machine and one size.
         system_bytes: host memory of the node that is left to the system.
         policies: names with flags; None: all that are registered, with all flags that their users can choose.
+        runnable: frameworks, of which one has to run what is recommended; none: any plan may be.
         tokens: of the whole training.
         sampling: draws of uncertain figures; None: as many as by default.
         sizes: figures of the workload whose largest value is looked for.
@@ -101,13 +103,18 @@ def find_answer(
     profile = replace(profile, hardware=without_system(profile.hardware, system_bytes))
     names = default_policies(profile.hardware.gpus) if policies is None else tuple(policies)
     spaces = [search_space(name, profile) if policies is None else (name,) for name in longest_first(names)]
-    judged = run("policies", [Judged(profile, space) for space in spaces])
+    judged = run("policies", [Judged(profile, space, tuple(runnable)) for space in spaces])
     stages = _Stages(run)
     candidates = ranked(stages.done("policies", judged))
     if not candidates:
         raise InputError("there was no time to judge any policy: give more, or a smaller workload")
     if all(each.summary.verdict is Verdict.INVALID for each in candidates):
         raise InputError(candidates[0].summary.explanation)
+    if runnable:
+        candidates = tuple(each for each in candidates if {*runnable} & {*each.runs_in})
+        if not candidates:
+            raise InputError(f"{' and '.join(runnable)} can run no plan here: name other frameworks, or none")
+        names = tuple(each.name for each in candidates)
     best = candidates[0] if candidates[0].fits else None
     simulation = None if best is None else _simulated(profile, best)
     found = _Varied()
@@ -130,6 +137,7 @@ def find_answer(
         tuple(sorted(given)),
         tuple(chosen),
         tuple(dict.fromkeys(stages.left_out)),
+        tuple(runnable),
     )
 
 

@@ -35,10 +35,12 @@ class CandidateDocument:
     Args:
         summary: the result.
         same_plan_as: an earlier policy with the same plan; empty if the plan is its own.
+        runs_in: frameworks that can run it, in order of preference.
     """
 
     summary: Annotated[Summary, Flat(_SHARED)]
     same_plan_as: str
+    runs_in: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,9 @@ class AnswerDocument:
         left_out: what there was no time for.
         assumptions: all other figures.
         system_bytes: host memory that is left to the system.
+        runnable: frameworks of which one has to run the best plan; none: any plan may be the best.
+        written: the files that were written, if they were asked for.
+        configuration: what the configuration that was read does, and what to change in it; None without one.
     """
 
     format: Literal["autohete-answer 1"]
@@ -111,10 +116,17 @@ class AnswerDocument:
     left_out: tuple[str, ...]
     assumptions: Mapping[str, object]
     system_bytes: int
+    runnable: tuple[str, ...]
+    written: Mapping[str, object] | None
+    configuration: Mapping[str, object] | None
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
-    """Return the answer as an object for :func:`json.dumps`."""
+def answer_json(
+    answer: Answer,
+    written: Mapping[str, object] | None = None,
+    configuration: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Return the answer as an object for :func:`json.dumps`, with what was written and read for it."""
     best, following, simulation, interval = answer.best, answer.next_best, answer.simulation, answer.interval
     document: dict[str, Any] = as_json(
         AnswerDocument(
@@ -141,13 +153,16 @@ def answer_json(answer: Answer) -> dict[str, Any]:
                 name: value for name, value in answer.candidates[0].summary.assumptions.items() if name not in answer.given
             },
             system_bytes=answer.system_bytes,
+            runnable=answer.runnable,
+            written=written,
+            configuration=configuration,
         )
     )
     return document
 
 
 def _candidate(each: Candidate) -> CandidateDocument:
-    return CandidateDocument(each.summary, each.same_plan_as)
+    return CandidateDocument(each.summary, each.same_plan_as, each.runs_in)
 
 
 def _gains(gains: tuple[Gain, ...]) -> tuple[GainDocument, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from autohete.answer.result import NOISE, Candidate
 from autohete.errors import AutoHeteError
+from autohete.frameworks import Decided, runs_in
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.planner.optimistic import OptimisticJudge
@@ -38,26 +39,36 @@ class Judged:
     Args:
         profile: of the workload on the hardware.
         names: the policy with its flags, the default ones first.
+        runnable: frameworks, of which one has to run the plan; none: any plan may be.
     """
 
     profile: Profile
     names: tuple[str, ...]
+    runnable: tuple[str, ...] = ()
 
     def __call__(self) -> Candidate:
         """The result with the flags that are fastest; if none fits, with the first ones."""
-        best: Simulation | None = None
+        best: tuple[Simulation, NamedPolicy, tuple[str, ...]] | None = None
         policies = [parse_policy(name) for name in self.names]
         for least, policy in self._hopeful(policies) if len(policies) > 1 else ():
-            if best is not None and least >= best.iteration_seconds:
+            if best is not None and least >= best[0].iteration_seconds:
                 break
             with suppress(AutoHeteError):  # does not fit, or cannot plan this
                 found = simulate_policy(self.profile, policy)
-                if found.verdict is Verdict.OK and (best is None or found.iteration_seconds < best.iteration_seconds):
-                    best = found
+                able = self._runs_in(found, policy)
+                if found.verdict is not Verdict.OK or (self.runnable and not {*able} & {*self.runnable}):
+                    continue
+                if best is None or found.iteration_seconds < best[0].iteration_seconds:
+                    best = found, policy, able
         if best is not None:
-            return Candidate(summarize(best, parse_policy(best.plan.policy)), best.plan)
+            return Candidate(summarize(*best[:2]), best[0].plan, runs_in=best[2])
         summary, simulation = answer_or_refusal(self.profile, policies[0])
-        return Candidate(summary, None if simulation is None else simulation.plan)
+        if simulation is None:
+            return Candidate(summary, None)
+        return Candidate(summary, simulation.plan, runs_in=self._runs_in(simulation, policies[0]))
+
+    def _runs_in(self, found: Simulation, policy: NamedPolicy) -> tuple[str, ...]:
+        return runs_in(Decided(self.profile, policy.system, found.plan, found.iteration_seconds, found.gpu.peak_bytes))
 
     def _hopeful(self, policies: Sequence[NamedPolicy]) -> list[tuple[float, NamedPolicy]]:
         """What may fit, with a lower bound of its time, the lowest first."""

@@ -40,11 +40,13 @@ class Candidate:
         summary: its result, or why it has none.
         plan: None if the policy has none.
         same_plan_as: an earlier candidate with the same decisions; empty if they are its own.
+        runs_in: frameworks that can run it, in order of preference.
     """
 
     summary: Summary
     plan: Plan | None
     same_plan_as: str = ""
+    runs_in: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -240,6 +242,7 @@ class Answer:
         given: names of the figures that were given; all others are assumptions.
         chosen: names of the figures that were searched for.
         left_out: what there was no time for.
+        runnable: frameworks of which one has to run the recommended plan; empty if any plan may be recommended.
     """
 
     profile: Profile
@@ -256,6 +259,7 @@ class Answer:
     given: tuple[str, ...]
     chosen: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    runnable: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         best = (

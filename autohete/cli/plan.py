@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from autohete.cli.frameworks import RunOptions, write_best, write_plan
+from autohete.cli.from_config import advise, read_configuration
 from autohete.cli.groups import HARDWARE, OUTPUT, POLICY, TRAINING, OutputFile
 from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, SYSTEM_MEMORY, Question, Whole
@@ -20,12 +22,15 @@ from autohete.quantities import parse_count
 if TYPE_CHECKING:
     from autohete.answer import Answer, Run, Sampling
     from autohete.answer.result import Gain
+    from autohete.cli.frameworks import Written
+    from autohete.frameworks.advice import Advice
     from autohete.profile import Profile
     from autohete.simulate import Simulation
     from autohete.simulate.largest import GrowingFigure
 
 #: What is searched for where no batch is given.
 _CHOSEN = ("batch_size", "micro_batches")
+_ANY = RunOptions()
 _TOKENS, _ITERATION_TOKENS = "1B", "65536"
 
 
@@ -42,6 +47,7 @@ def plan(
     fast: Annotated[bool, Parameter(negative=())] = False,
     timeout: float | None = None,
     jobs: Whole | None = None,
+    running: RunOptions = _ANY,
     schedule: OutputFile = None,
     html: OutputFile = None,
     gantt: OutputFile = None,
@@ -106,25 +112,36 @@ def plan(
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
     prices = _prices(price)
-    if policy is not None:
-        chosen = question.answerable()
-        check_outputs(outputs)
-        _print_policy(chosen, policy, sizes, outputs, json_)
-        return
-    whole_profile = question.with_system()
     check_outputs(outputs)
-    run = Stages(jobs, timeout)
+    running.check()
+    if policy is not None:
+        if running.from_ is not None:
+            raise InputError("--from names a policy with its file: leave out --policy, or --from")
+        _print_policy(question, policy, sizes, outputs, json_, running)
+        return
+    read = None
+    if running.from_ is not None:
+        read, question = read_configuration(running.from_, question)
+    whole_profile, run = question.with_system(), Stages(jobs, timeout)
     if question.searches_batch:
         whole_profile = _with_best_batch(question, whole_profile, iteration_tokens, run)
-    result = with_options(_answer(question, whole_profile, tokens, Sampling(draws, seed), sizes, prices, fast, run))
-    _write_outputs(result, outputs)
+    result = _answer(question, whole_profile, tokens, Sampling(draws, seed), sizes, prices, running.only(), run, fast=fast)
+    result = with_options(result)
+    written = write_best(result, running, question)
+    advice = None if read is None else advise(running.from_ or "", read, result)
+    document = _json(result, written, advice)
+    _write_outputs(result, outputs, document)
     if json_ is None or "--json" in outputs:
         from autohete.report.answer_text import answer_text
-        from autohete.report.tables import console
+        from autohete.report.tables import console, print_text
 
+        if advice is not None:
+            print_text(console(), f"{advice}\n")
         print(answer_text(result, console().width), end="")
+        if written is not None:
+            print_text(console(), f"\n{written}")
     else:
-        print(_json(result))
+        print(document)
 
 
 def _prices(given: Sequence[str]) -> dict[str, float]:
@@ -161,8 +178,10 @@ def _answer(
     sampling: Sampling,
     sizes: Sequence[GrowingFigure],
     prices: Mapping[str, float],
-    fast: bool,
+    runnable: Sequence[str],
     run: Run,
+    *,
+    fast: bool,
 ) -> Answer:
     from autohete.answer import Site, find_answer
 
@@ -182,6 +201,7 @@ def _answer(
         tokens=parse_count(_TOKENS if tokens is None else tokens),
         sampling=sampling,
         sizes=sizes,
+        runnable=runnable,
         given=given,
         chosen=_CHOSEN if question.searches_batch else (),
         prices=prices,
@@ -220,17 +240,18 @@ def with_options(result: Answer) -> Answer:
     return replace(result, levers=tuple(map(named, result.levers)))
 
 
-def _json(result: Answer) -> str:
+def _json(result: Answer, written: Written | None, advice: Advice | None) -> str:
     from autohete.answer.answer_document import answer_json
 
-    return json.dumps(answer_json(result), indent=2, ensure_ascii=True)
+    extras = (None if each is None else asdict(each) for each in (written, advice))
+    return json.dumps(answer_json(result, *extras), indent=2, ensure_ascii=True)
 
 
-def _write_outputs(result: Answer, outputs: dict[str, str]) -> None:
+def _write_outputs(result: Answer, outputs: dict[str, str], document: str) -> None:
     from autohete.files import write_text
 
     if "--json" in outputs:
-        write_text(outputs["--json"], _json(result) + "\n")
+        write_text(outputs["--json"], document + "\n")
     if "--html" in outputs:
         from autohete.report.answer_page import answer_page
 
@@ -254,10 +275,16 @@ def _write_simulation(simulation: Simulation, outputs: dict[str, str]) -> None:
 
 
 def _print_policy(
-    chosen: Profile, policy: str, sizes: Sequence[GrowingFigure], outputs: dict[str, str], json_: tuple[str, ...] | None
+    question: Question,
+    policy: str,
+    sizes: Sequence[GrowingFigure],
+    outputs: dict[str, str],
+    json_: tuple[str, ...] | None,
+    running: RunOptions,
 ) -> None:
     """Show one policy's decisions, for the workload given or for the largest that fits."""
     from autohete.files import write_text
+    from autohete.frameworks import Decided
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
     from autohete.report.answer_text import largest_text
@@ -265,7 +292,7 @@ def _print_policy(
     from autohete.simulate.plan_document import plan_json
     from autohete.simulate.summary import answer
 
-    asked = parse_policy(policy)
+    chosen, asked = question.answerable(), parse_policy(policy)
     grown = [largest(chosen.workload, chosen.hardware, asked, figure) for figure in sizes]
     if len(grown) == 1:
         chosen = analytic_profile(grown[0].workload, chosen.hardware)
@@ -274,7 +301,14 @@ def _print_policy(
         _write_simulation(simulation, outputs)
     elif "--schedule" in outputs or "--gantt" in outputs:
         raise InputError(f"there is no schedule to write: {summary.explanation}")
-    text = json.dumps(plan_json(summary, simulation, tuple(grown)), indent=2, ensure_ascii=True)
+    written = None
+    if running.write is not None:
+        if simulation is None or summary.explanation:
+            raise InputError(f"there is nothing to write, since it does not fit: {summary.explanation}")
+        decided = Decided(chosen, asked.system, simulation.plan, simulation.iteration_seconds, simulation.gpu.peak_bytes)
+        written = write_plan(decided, running, question)
+    files = None if written is None else asdict(written)
+    text = json.dumps(plan_json(summary, simulation, tuple(grown), files), indent=2, ensure_ascii=True)
     if "--json" in outputs:
         write_text(outputs["--json"], text + "\n")
     if json_ is None or "--json" in outputs:
@@ -283,5 +317,7 @@ def _print_policy(
         print_plan(summary, simulation)
         for one in grown:
             print_text(console(), largest_text(one))
+        if written is not None:
+            print_text(console(), str(written))
     else:
         print(text)

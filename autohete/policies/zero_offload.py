@@ -141,7 +141,7 @@ class ZeroOffload:
         element, mixed, workload = profile.element_bytes, traffic.is_mixed(profile), profile.workload
         version = _VERSIONS[self.deepspeed]
         tiles = version.tiles_bytes is not None and workload.precision is Precision.FP16
-        pinned = self._pinned()
+        pinned = self.pins
         staged = version.upload == "staging" and mixed
         master = version.upload == "master" and mixed
         cast = mixed and not (tiles or master)
@@ -183,7 +183,8 @@ class ZeroOffload:
             flat_buffers=ZERO2 if version.all_reduces and not self.paper else ZERO2_TO_OWNERS,
         )
 
-    def _pinned(self) -> bool:
+    @property
+    def pins(self) -> bool:
         """Whether the gradient buffer is pinned, which copies that overlap backward require."""
         default = _VERSIONS[self.deepspeed].pinned
         if default is None or self.paper:

@@ -77,7 +77,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
     yield ""
     best, simulation = answer.best, answer.simulation
     if best is None or simulation is None:
-        yield from _wrapped("DOES NOT FIT under any policy.")
+        only = f" that runs in {' or '.join(answer.runnable)}" if answer.runnable else ""
+        yield from _wrapped(f"DOES NOT FIT under any policy{only}.")
         yield from _needs(answer)
         return
     yield from _wrapped(
@@ -266,14 +267,15 @@ def _policies(answer: Answer) -> Iterator[str]:
             yield from _wrapped(f"next best: {following.name}, {_slower(following, best)}")
     fitting = [each for each in answer.candidates if each.fits]
     if fitting and best is not None:
-        yield f"{'policy':<26}{'iteration':>10}{'tokens/s':>11}"
+        yield f"{'policy':<26}{'iteration':>9}{'tokens/s':>9}  runs in"
         for each in fitting:
             rate = each.summary.tokens_per_second or 0.0
             note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
             name, colon, flags = each.name.partition(":")
             if len(each.name) <= _POLICY:
                 name, flags = each.name, ""
-            yield f"{name:<26}{format_seconds(each.seconds):>10}{rate:>11,.0f}   {note}".rstrip()
+            runs = f"{_runs_in(each):<13}"
+            yield f"{name:<26}{format_seconds(each.seconds):>9}{rate:>9,.0f}  {runs}{note}".rstrip()
             if flags:
                 yield from _wrapped(f"{colon}{flags}", indent=2)
     short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
@@ -287,6 +289,12 @@ def _policies(answer: Answer) -> Iterator[str]:
         for each in refused:
             reason = _fact(each.summary)
             yield from _wrapped(reason if reason.startswith(f"{each.name} ") else f"{each.name}: {reason}", indent=2)
+
+
+def _runs_in(each: Candidate) -> str:
+    """The preferred framework that runs it, and how many others do."""
+    others = f" +{len(each.runs_in) - 1}" if len(each.runs_in) > 1 else ""
+    return f"{each.runs_in[0]}{others}" if each.runs_in else "-"
 
 
 def _slower(each: Candidate, best: Candidate) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from autohete.documents import Flat, as_json
@@ -66,6 +67,7 @@ class PlanDocument:
         decisions: the plan of each run of equal units; none if nothing fits.
         rules: the plan's rules, as text.
         largest: the largest sizes that fit, if they were asked for.
+        written: the files that were written, if they were asked for.
     """
 
     format: Literal["autohete-plan 1"]
@@ -73,6 +75,7 @@ class PlanDocument:
     decisions: tuple[Decision, ...]
     rules: tuple[str, ...]
     largest: tuple[GrownFigure, ...]
+    written: Mapping[str, object] | None = None
 
 
 def simulation_json(summary: Summary) -> dict[str, Any]:
@@ -99,7 +102,12 @@ def grown_figures(sizes: tuple[Largest, ...]) -> tuple[GrownFigure, ...]:
     return tuple(GrownFigure(one.figure, one.value, one.limit) for one in sizes)
 
 
-def plan_json(summary: Summary, simulation: Simulation | None, sizes: tuple[Largest, ...] = ()) -> dict[str, Any]:
-    """Return :func:`plan_document` as an object for :func:`json.dumps`."""
-    document: dict[str, Any] = as_json(plan_document(summary, simulation, sizes))
+def plan_json(
+    summary: Summary,
+    simulation: Simulation | None,
+    sizes: tuple[Largest, ...] = (),
+    written: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Return :func:`plan_document` as an object for :func:`json.dumps`, with the files that were written for it."""
+    document: dict[str, Any] = as_json(replace(plan_document(summary, simulation, sizes), written=written))
     return document

@@ -50,14 +50,27 @@ def read_model(name_or_path: str) -> Workload:
             not those that the file describes.
     """
     found = _found(name_or_path)
-    if isinstance(found, str):
-        return parse_model(_bundled_config(found), found)
-    text, name = _read(name_or_path, found)
-    config = _parsed(name_or_path, text)
+    config, name = _config_of(name_or_path, found)
     workload = parse_model(config, name)
-    if found.is_dir():
+    if isinstance(found, Path) and found.is_dir():
         check_weights(found, config, workload)
     return workload
+
+
+def model_config(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of the ``config.json`` that :func:`read_model` reads, and the model's name.
+
+    Raises:
+        InputError: no such model, or a file that cannot be read.
+    """
+    return _config_of(name_or_path, _found(name_or_path))
+
+
+def _config_of(given: str, found: str | Path) -> tuple[dict[str, Any], str]:
+    if isinstance(found, str):
+        return _bundled_config(found), found
+    text, name = _read(given, found)
+    return _parsed(given, text), name
 
 
 def model_source(name: str) -> str:

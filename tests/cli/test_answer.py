@@ -146,7 +146,7 @@ def test_equal_plans_are_one() -> None:
     assert second.same_plan_as == first.name
     assert found.next_best is not None
     assert found.next_best.name == "zero_offload"
-    assert f"same plan as {first.name}" in answer_text(found)
+    assert f"same plan as {first.name}" in said(found)
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_every_command_works(block: str, tmp_path: Path) -> None:
         assert words[0] == "autohete", command
         assert run(sys.executable, "-m", *words, cwd=tmp_path)
         there |= {word for word in words if re.fullmatch(r"\w+\.(csv|html|json|png)", word)}
+        there |= {words[words.index("--write") + 1]} if "--write" in words else set()
         assert {path.name for path in tmp_path.iterdir()} == there, command
 
 

@@ -1,0 +1,148 @@
+"""Options about the frameworks that run a plan, and the files written for them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from autohete.errors import InputError, check_fields
+
+if TYPE_CHECKING:
+    from autohete.answer import Answer
+    from autohete.cli.question import Question
+    from autohete.frameworks import Decided, Framework
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What is run, and by what.
+
+    Parameters
+    ----------
+    from_:
+        A DeepSpeed configuration that you run, such as ds_config.json: what it will do, and what to change in it. Its batch,
+        clipping and precision are those of the question. Flags of the policy may follow: ds_config.json:checkpointing=full.
+    runnable:
+        Recommend only plans that one of these frameworks can run, such as deepspeed,fsdp2; without names, any that is known.
+    write:
+        Write the files with which a framework runs the best plan that it can run into this folder, which is new or empty.
+    """
+
+    from_: Annotated[str | None, Parameter(name="--from")] = None
+    runnable: Annotated[tuple[str, ...] | None, Parameter(negative=(), consume_multiple=(0, 1), metavar="[NAME,NAME]")] = None
+    write: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def frameworks(self) -> tuple[Framework, ...]:
+        """Return the frameworks that may run the plan: those given, or all.
+
+        Raises:
+            InputError: an unknown name.
+        """
+        from autohete.frameworks import named_frameworks
+
+        return named_frameworks([name.strip() for name in ",".join(self.runnable or ()).split(",") if name.strip()])
+
+    def only(self) -> tuple[str, ...]:
+        """Return the names of the frameworks to which recommendations are limited; none if they are not."""
+        names = tuple(each.name for each in self.frameworks())
+        return () if self.runnable is None else names
+
+    def check(self) -> None:
+        """Check the options before anything is computed.
+
+        Raises:
+            InputError: a name or folder that cannot be used.
+        """
+        self.frameworks()
+        if self.write is None:
+            return
+        if not self.write:
+            raise InputError("--write is empty: give a folder, such as run")
+        folder = Path(self.write)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"--write {self.write!r} is a file: give a folder, new or empty")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise InputError(
+                f"--write {self.write!r} is a folder that is not empty: give a new one, so that nothing is replaced"
+            )
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise InputError(f"--write {self.write!r} cannot be written: folder {str(there)!r} is not writable")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What has been written: the framework with its version, the policy, the files, and the command that starts training."""
+
+    framework: str
+    version: str
+    policy: str
+    folder: str
+    files: tuple[str, ...]
+    command: str
+
+    def __str__(self) -> str:
+        return (
+            f"Written to {self.folder} for {self.framework} {self.version}, which runs {self.policy}: {', '.join(self.files)}. "
+            f"Start there: {self.command}"
+        )
+
+
+def write_best(answer: Answer, running: RunOptions, question: Question) -> Written | None:
+    """Write the files of the best plan that one of the frameworks can run; None if ``--write`` is not given.
+
+    Raises:
+        InputError: no framework can run a plan that fits.
+    """
+    from autohete.frameworks import Decided
+    from autohete.policies import parse_policy
+
+    if running.write is None:
+        return None
+    known = {each.name: each for each in running.frameworks()}
+    for each in answer.candidates:
+        able = [name for name in known if name in each.runs_in]
+        if each.fits and able and each.plan is not None:
+            peak = each.summary.gpu_peak_bytes or 0
+            decided = Decided(answer.profile, parse_policy(each.name).system, each.plan, each.seconds, peak)
+            return _write(decided, known[able[0]], running.write, question)
+    raise InputError(f"there is nothing to write: no plan fits that {' or '.join(known)} can run")
+
+
+def write_plan(decided: Decided, running: RunOptions, question: Question) -> Written | None:
+    """Write the files of one plan; None if ``--write`` is not given.
+
+    Raises:
+        InputError: no framework can run it; names the reason of each.
+    """
+    from autohete.frameworks import refusal
+
+    if running.write is None:
+        return None
+    refusals = {each: refusal(each, decided) for each in running.frameworks()}
+    able = [each for each, reason in refusals.items() if not reason]
+    if not able:
+        raise InputError(f"there is nothing to write for {decided.plan.policy}: {'; '.join(refusals.values())}")
+    return _write(decided, able[0], running.write, question)
+
+
+def _write(decided: Decided, framework: Framework, folder: str, question: Question) -> Written:
+    from autohete.files import make_folder, write_text
+    from autohete.frameworks.model_files import model_files
+
+    if question.profile is not None:
+        raise InputError("a measured profile has no model to write: give --model, --workload or a shape instead of --profile")
+    files = framework.files(decided, model_files(question.model, decided.workload))
+    for name, text in files.items():
+        path = Path(folder, name)
+        make_folder(path.parent)
+        write_text(path, text)
+    return Written(framework.name, framework.version, decided.plan.policy, folder, tuple(files), framework.command(decided))

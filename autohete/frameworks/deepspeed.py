@@ -1,0 +1,214 @@
+"""DeepSpeed: a configuration file by version, and a script that trains with it.
+
+Keys and their meaning: ``runtime/config.py``, ``runtime/zero/config.py`` and ``runtime/zero/offload_config.py`` at 0.19.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autohete.errors import InputError
+from autohete.frameworks.framework import Abilities, Decided, ModelFiles
+from autohete.frameworks.training_script import TRAINED, dtype_of, requirements, torchrun, training_script
+from autohete.plan import Processor
+from autohete.policies.resident import Resident
+from autohete.policies.twin_flow import TwinFlow
+from autohete.policies.zero3_offload import Zero3Offload
+from autohete.policies.zero_infinity import ZeroInfinity
+from autohete.policies.zero_offload import DeepSpeed, ZeroOffload
+from autohete.workload import Precision
+from autohete.workload.optimizers import Optimizer
+
+#: The configuration's name, and the key in which it has the version that it is for.
+CONFIG, WRITTEN_FOR = "ds_config.json", "written_for"
+#: The release that is written for each behaviour that is modelled.
+RELEASES = {
+    DeepSpeed.V0_3: "0.3.0",
+    DeepSpeed.V0_4_3: "0.4.3",
+    DeepSpeed.V0_8_3: "0.8.3",
+    DeepSpeed.V0_14: "0.14.0",
+    DeepSpeed.V0_16: "0.16.9",
+    DeepSpeed.V2026: "0.19.8",
+}
+#: Elements in a million, in which policies count buckets.
+MILLION = 1_000_000
+#: A folder on the drive, to be replaced by the reader's own.
+NVME_PATH = "/local_nvme"
+
+_ABILITIES = Abilities((Optimizer.ADAMW,), lora=True)
+
+_IMPORTS = """\
+import deepspeed
+import torch
+import transformers
+from transformers.integrations import HfDeepSpeedConfig"""
+
+_MAIN = """\
+config = str(HERE / "ds_config.json")
+deepspeed.init_distributed()
+partitioned = HfDeepSpeedConfig(config)  # with stage 3, weights are partitioned as they are loaded; has to stay alive
+model = build(given, {dtype})
+engine, *_ = deepspeed.initialize(model=model, model_parameters={trained}, config=config)
+source = batches(given, BATCH_SIZE, model.config.get_text_config().vocab_size, engine.global_rank)
+for step in range(given.steps):
+    began, total = time.perf_counter(), 0.0
+    for _ in range(MICRO_BATCHES):
+        tokens = next(source).to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        total += loss.item()
+    if engine.global_rank == 0:
+        report(step, total / MICRO_BATCHES, began)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedFiles:
+    """DeepSpeed."""
+
+    name: str = "deepspeed"
+    version: str = RELEASES[DeepSpeed.V2026]
+
+    def check(self, decided: Decided) -> None:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        self.config(decided)
+
+    def config(self, decided: Decided) -> dict[str, Any]:
+        """Return the configuration that makes DeepSpeed train as the plan says.
+
+        Raises:
+            InputError: it cannot.
+        """
+        _ABILITIES.check(decided)
+        zero = _zero(decided)
+        workload, release = decided.workload, _release(decided)
+        if workload.precision is Precision.BF16 and release in ("0.3.0", "0.4.3"):
+            raise InputError(f"{release} has no bf16: plan with precision fp16, or for a later version")
+        return {
+            WRITTEN_FOR: f"deepspeed {release}",
+            "train_micro_batch_size_per_gpu": workload.batch_size,
+            "gradient_accumulation_steps": workload.micro_batches,
+            "gradient_clipping": workload.clip_norm or 0.0,
+            **({workload.precision.value: {"enabled": True}} if workload.precision.is_mixed else {}),
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+            "zero_optimization": zero,
+            **({"activation_checkpointing": {"partition_activations": False}} if decided.recomputes else {}),
+        }
+
+    def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        config, release = self.config(decided), _release(decided)
+        script = training_script(
+            decided,
+            model,
+            tool=f"DeepSpeed {release}",
+            command=self.command(decided),
+            imports=_IMPORTS,
+            main=_MAIN.format(dtype=dtype_of(decided), trained=TRAINED),
+            recomputes=decided.recomputes,
+        )
+        needed = requirements(decided, "accelerate", f"deepspeed=={release}")
+        return {CONFIG: json.dumps(config, indent=2) + "\n", "requirements.txt": needed} | script
+
+    def command(self, decided: Decided) -> str:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        return torchrun(decided)
+
+
+def _release(decided: Decided) -> str:
+    return RELEASES[decided.system.deepspeed if isinstance(decided.system, ZeroOffload) else DeepSpeed.V2026]
+
+
+# --- the section zero_optimization --------------------------------------------------------------------------------
+
+
+def _zero(decided: Decided) -> dict[str, Any]:
+    sections: dict[type, Callable[[Any, Decided], dict[str, Any]]] = {
+        ZeroOffload: _stage2_offload,
+        Zero3Offload: _stage3_offload,
+        TwinFlow: _twin_flow,
+        ZeroInfinity: _infinity,
+        Resident: _resident,
+    }
+    if type(decided.system) not in sections:
+        raise InputError("places and orders work in its own way, and has no such schedule")
+    return sections[type(decided.system)](decided.system, decided)
+
+
+def _stage2_offload(system: ZeroOffload, decided: Decided) -> dict[str, Any]:
+    for flag in ("paper", "tile_overlap", "delayed_update"):
+        if getattr(system, flag):
+            raise InputError(f"does not do {flag}, which is in the paper only")
+    section = {"stage": 2, "reduce_bucket_size": system.bucket_size * MILLION}
+    if system.deepspeed is DeepSpeed.V0_3:
+        return section | {"cpu_offload": True}
+    return section | {"offload_optimizer": {"device": "cpu", "pin_memory": system.pins}}
+
+
+def _stage3_offload(system: Zero3Offload, decided: Decided) -> dict[str, Any]:
+    section = {
+        "stage": 3,
+        "reduce_bucket_size": system.bucket_size * MILLION,
+        "offload_optimizer": {"device": "cpu", "pin_memory": system.pin_memory},
+    }
+    if not system.offload_param:
+        return section
+    return section | _offloaded_parameters(decided, system.pin_parameters)
+
+
+def _offloaded_parameters(decided: Decided, pinned: bool) -> dict[str, Any]:
+    """Parameters on the host, each unit's fetched during the one before and released after its use."""
+    block = max(unit.parameters for unit in decided.profile.units[1:-1])
+    largest = max(unit.parameters for unit in decided.profile.units)
+    return {
+        "offload_param": {"device": "cpu", "pin_memory": pinned},
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": largest + block,
+        "stage3_max_reuse_distance": 0,
+    }
+
+
+def _twin_flow(system: TwinFlow, decided: Decided) -> dict[str, Any]:
+    units, profile = decided.plan.units, decided.profile
+    counts = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
+    on_cpu = sum(
+        count * (1 - unit.update.share) for count, unit in zip(counts, units, strict=True) if unit.update.on is Processor.CPU
+    )
+    return {
+        "stage": 3,
+        "reduce_bucket_size": system.bucket_size * MILLION,
+        "sub_group_size": system.sub_group_size or max(counts[1:-1]),
+        "offload_optimizer": {
+            "device": "cpu",
+            "pin_memory": system.pin_memory,
+            # Rounded up: a smaller share would need more of the GPU's memory.
+            "ratio": math.ceil(100 * on_cpu / sum(counts) - 1e-9) / 100 if system.ratio is None else system.ratio / 100,
+        },
+    }
+
+
+def _infinity(system: ZeroInfinity, decided: Decided) -> dict[str, Any]:
+    section = {
+        "stage": 3,
+        "reduce_scatter": system.reduce_scatter,
+        "sub_group_size": max(decided.hardware.part_of(unit.trained_parameters) for unit in decided.profile.units),
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": NVME_PATH,
+            "pin_memory": True,
+            "pipeline_read": system.pipeline,
+            "pipeline_write": system.pipeline,
+        },
+    }
+    return section | _offloaded_parameters(decided, True) if system.offload_param else section
+
+
+def _resident(system: Resident, decided: Decided) -> dict[str, Any]:
+    if not system.deepspeed:
+        raise InputError("keeps everything on the GPU in its own way: plan with resident:deepspeed,zero_stage=1, 2 or 3")
+    return {"stage": system.zero_stage}

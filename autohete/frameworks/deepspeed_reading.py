@@ -1,0 +1,254 @@
+"""What a DeepSpeed configuration means: a policy with its flags, and the batch, clipping and precision that it sets.
+
+The reverse of :mod:`autohete.frameworks.deepspeed`. Keys, defaults and the meaning of ``auto`` are those of DeepSpeed 0.19.8
+(``runtime/config.py``, ``runtime/zero``) and transformers 5.23.0 (``integrations/deepspeed.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autohete.errors import InputError
+from autohete.frameworks.deepspeed import MILLION, RELEASES, WRITTEN_FOR
+from autohete.policies.zero_offload import DeepSpeed
+
+#: Stands for what transformers' own options set.
+_AUTO = "auto"
+#: Gradients are clipped to this norm if the file does not say, since 0.19.2.
+_CLIPPED = 1.0
+#: Parts of DeepSpeed that change what is moved, and that no policy here has.
+_NOT_MODELLED = (
+    "zenflow",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
+#: Keys of ``zero_optimization`` that change times or memory a little, or nothing, and are not modelled.
+MINOR = (
+    "overlap_comm",
+    "contiguous_gradients",
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "round_robin_gradients",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """The meaning of a configuration.
+
+    Args:
+        policy: name and flags.
+        training: what it sets of the workload: ``batch_size``, ``micro_batches``, ``clip_norm``, ``precision``.
+        notes: what was assumed, or is not modelled.
+        config: the file itself.
+    """
+
+    policy: str
+    training: Mapping[str, Any]
+    notes: tuple[str, ...]
+    config: Mapping[str, Any]
+
+
+def read_deepspeed(text: str, *, gpus: int, hidden_size: int, flags: str = "") -> ReadConfig:
+    """Read a configuration.
+
+    Args:
+        text: the JSON file.
+        gpus: that train together, by which ``train_batch_size`` is divided.
+        hidden_size: of the model, from which transformers sets buckets that are ``auto``.
+        flags: more flags of the policy, such as ``checkpointing=full``, which take the place of those that the file means.
+
+    Raises:
+        InputError: not JSON, or something that no policy here does; names the key.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is not JSON: {str(error)[:200]}") from error
+    if not isinstance(config, dict):
+        raise InputError("holds no JSON object: give a DeepSpeed configuration")
+    zero = _section(config, "zero_optimization")
+    release = _version(config)
+    name, meant = _policy(zero, release, hidden_size)
+    if "activation_checkpointing" in config:
+        meant["checkpointing"] = "full"
+    elif WRITTEN_FOR in config:
+        meant["checkpointing"] = "none"
+    given = dict(_flag(item) for item in flags.split(",") if item.strip())
+    words = [flag if value == "on" else f"{flag}={value}" for flag, value in (meant | given).items()]
+    training = _training(config, gpus, release)
+    return ReadConfig(
+        name + (":" + ",".join(words) if words else ""), training, tuple(_notes(config, zero, meant | given)), config
+    )
+
+
+def _flag(item: str) -> tuple[str, str]:
+    name, _, value = item.strip().partition("=")
+    return name, value or "on"
+
+
+def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object of the file; empty if it is not there."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"{key} is {json.dumps(value)[:40]}: give an object")
+    return value
+
+
+def _version(config: Mapping[str, Any]) -> DeepSpeed:
+    """The modelled version that the file was written for; the latest if it does not say."""
+    named = {f"deepspeed {release}": version for version, release in RELEASES.items()}
+    version = config.get(WRITTEN_FOR)
+    return named.get(version, DeepSpeed.V2026) if isinstance(version, str) else DeepSpeed.V2026
+
+
+def _number(section: Mapping[str, Any], key: str, default: float) -> float:
+    value = section.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise InputError(f"{key} is {json.dumps(value)[:40]}: give a number, 0 or more")
+    return value
+
+
+def _switch(section: Mapping[str, Any], key: str, default: bool) -> str:
+    value = section.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{key} is {json.dumps(value)[:40]}: give true or false")
+    return "on" if value else "off"
+
+
+# --- zero_optimization --------------------------------------------------------------------------------------------
+
+
+def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tuple[str, dict[str, str]]:
+    """The policy's name, and the flags that the file means."""
+    for key in _NOT_MODELLED:
+        if zero.get(key) not in (None, False, {}, 1):
+            raise InputError(f"zero_optimization.{key} is not simulated: leave it out")
+    stage = _number(zero, "stage", 0)
+    optimizer = _section(zero, "offload_optimizer") or ({"device": "cpu"} if zero.get("cpu_offload") else {})
+    parameters = _section(zero, "offload_param") or ({"device": "cpu"} if zero.get("cpu_offload_param") else {})
+    where, rest = (str(section.get("device", "none")) for section in (optimizer, parameters))
+    if (stage, where, rest) not in _READERS:
+        raise InputError(
+            f"stage {stage} with the optimizer on {where} and parameters on {rest} is not simulated: give one of "
+            + "; ".join(f"stage {one}, {two}, {three}" for one, two, three in _READERS)
+        )
+    bucket = {"bucket_size": _bucket(zero, hidden_size)}
+    pinned = {"pin_memory": _switch(optimizer, "pin_memory", True)}
+    if optimizer.get("super_offload"):
+        raise InputError("zero_optimization.offload_optimizer.super_offload is not simulated: leave it out")
+    name = _READERS[stage, where, rest]
+    if name == "resident":
+        return name, {} if stage == 0 else {"zero_stage": str(int(stage)), "deepspeed": "on"}
+    if name == "zero_offload":
+        always = version in (DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3)
+        unsaid = "pin_memory" not in optimizer  # the version's own default
+        return name, bucket | {"deepspeed": version.value} | ({} if always or unsaid else pinned)
+    if name == "zero_infinity":
+        pipelined = _switch(optimizer, "pipeline_read", False)
+        if pipelined != _switch(optimizer, "pipeline_write", False):
+            raise InputError("pipeline_read and pipeline_write are simulated together: set both, or none")
+        scattered = _switch(zero, "reduce_scatter", True)
+        return name, {"pipeline": pipelined, "offload_param": "off" if rest == "none" else "on", "reduce_scatter": scattered}
+    ratio = _number(optimizer, "ratio", 1.0)
+    if ratio > 1:
+        raise InputError(f"ratio is {ratio}: give a share of the parameters, from 0 to 1")
+    if ratio < 1 and rest != "none":
+        raise InputError("offload_optimizer.ratio below 1 is not simulated with offload_param: leave out one of them")
+    if ratio < 1:
+        groups = {"sub_group_size": str(int(_number(zero, "sub_group_size", 1e9)))}
+        return "twin_flow", {"ratio": str(math.ceil(100 * ratio - 1e-9))} | pinned | bucket | groups
+    pins = {} if rest == "none" else {"pin_parameters": _switch(parameters, "pin_memory", True)}
+    return name, {"offload_param": "off" if rest == "none" else "on"} | pinned | pins | bucket
+
+
+#: The policy for each stage, place of the optimizer and place of the parameters.
+_READERS: dict[tuple[float, str, str], str] = {
+    (0, "none", "none"): "resident",
+    (1, "none", "none"): "resident",
+    (2, "none", "none"): "resident",
+    (3, "none", "none"): "resident",
+    (2, "cpu", "none"): "zero_offload",
+    (3, "cpu", "none"): "zero3_offload",
+    (3, "cpu", "cpu"): "zero3_offload",
+    (3, "nvme", "none"): "zero_infinity",
+    (3, "nvme", "cpu"): "zero_infinity",
+}
+
+
+def _bucket(zero: Mapping[str, Any], hidden_size: int) -> str:
+    """``reduce_bucket_size`` in millions of elements."""
+    auto = zero.get("reduce_bucket_size") == _AUTO
+    return str(math.ceil((hidden_size**2 if auto else _number(zero, "reduce_bucket_size", 5e8)) / MILLION))
+
+
+# --- the rest of the file -----------------------------------------------------------------------------------------
+
+
+def _training(config: Mapping[str, Any], gpus: int, version: DeepSpeed) -> dict[str, Any]:
+    """What the file sets of the workload; what is ``auto`` or left out is not in it."""
+    optimizer = _section(config, "optimizer").get("type", "AdamW")
+    if optimizer not in ("Adam", "AdamW", "adam", "adamw"):
+        raise InputError(f"optimizer.type is {json.dumps(optimizer)[:40]}: Adam and AdamW are simulated")
+    training: dict[str, Any] = dict(_batch(config, gpus))
+    clip = config.get("gradient_clipping", _CLIPPED if version is DeepSpeed.V2026 else 0.0)
+    clip = _CLIPPED if clip == _AUTO else _number({"gradient_clipping": clip}, "gradient_clipping", 0)
+    training["clip_norm"] = clip or None
+    enabled = {name: _section(config, name).get("enabled", False) for name in ("bf16", "fp16")}
+    if _AUTO not in enabled.values():
+        training["precision"] = next((name for name, value in enabled.items() if value), "fp32")
+    return training
+
+
+def _batch(config: Mapping[str, Any], gpus: int) -> Iterator[tuple[str, int]]:
+    """Sequences of a micro-batch and micro-batches of an iteration, of which the file may leave out one."""
+    keys = {
+        "batch_size": "train_micro_batch_size_per_gpu",
+        "micro_batches": "gradient_accumulation_steps",
+        "all": "train_batch_size",
+    }
+    sizes: dict[str, int] = {}
+    for name, key in keys.items():
+        if config.get(key, _AUTO) != _AUTO:
+            size = _number(config, key, 0)
+            if size < 1 or size != int(size):
+                raise InputError(f"{key} is {json.dumps(config[key])[:40]}: give a whole number, 1 or more")
+            sizes[name] = int(size)
+    both = sizes.get("all", 0) / gpus
+    for name, other in (("batch_size", "micro_batches"), ("micro_batches", "batch_size")):
+        if name not in sizes and other in sizes and both:
+            sizes[name] = int(both // sizes[other])
+    if "all" in sizes and len(sizes) == 1:
+        sizes |= {"batch_size": int(both), "micro_batches": 1}
+    if "all" in sizes and sizes["all"] != sizes["batch_size"] * sizes["micro_batches"] * gpus:
+        raise InputError(
+            f"train_batch_size is {sizes['all']}, which is not {keys['batch_size']} x {keys['micro_batches']} x {gpus} GPUs"
+        )
+    for name in ("batch_size", "micro_batches"):
+        if name in sizes:
+            yield name, sizes[name]
+
+
+def _notes(config: Mapping[str, Any], zero: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
+    if "checkpointing" not in flags:
+        yield (
+            "the file does not say whether blocks recompute their activations, which the script decides: the better of both is "
+            "assumed; add :checkpointing=full or :checkpointing=none to the file's name"
+        )
+    if WRITTEN_FOR not in config:
+        yield f"DeepSpeed {RELEASES[DeepSpeed.V2026]} is assumed"
+    if "gradient_clipping" not in config and WRITTEN_FOR not in config:
+        yield f"gradients are clipped to {_CLIPPED}, as DeepSpeed does since 0.19.2 if gradient_clipping is left out"
+    minor = [key for key in MINOR if key in zero and WRITTEN_FOR not in config]
+    if minor:
+        yield f"not modelled: {', '.join(minor)}"

@@ -1,0 +1,184 @@
+"""What a training framework has to offer here, and what its files are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autohete.errors import InputError
+from autohete.hardware import Hardware
+from autohete.plan import Activations, Plan, Processor, UnitPlan
+from autohete.policies import System
+from autohete.profile import Profile
+from autohete.workload import Precision, Units, Workload
+from autohete.workload.config import model_names, read_model
+from autohete.workload.optimizers import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A plan, and what it is for.
+
+    Args:
+        profile: of the workload on the hardware.
+        system: the policy with its flags.
+        plan: its decisions.
+        seconds: simulated time of an iteration.
+        gpu_peak_bytes: simulated peak of the GPU's memory.
+    """
+
+    profile: Profile
+    system: System
+    plan: Plan
+    seconds: float
+    gpu_peak_bytes: int
+
+    @property
+    def workload(self) -> Workload:
+        """The model, and how it is trained."""
+        return self.profile.workload
+
+    @property
+    def hardware(self) -> Hardware:
+        """One GPU's share of the node."""
+        return self.profile.hardware
+
+    @property
+    def blocks(self) -> tuple[UnitPlan, ...]:
+        """The decisions for transformer blocks, or for their sublayers."""
+        return self.plan.units[1:-1]
+
+    @property
+    def stays(self) -> bool:
+        """Whether parameters, gradients and states stay on the GPU, which updates them."""
+        return not any(
+            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is Processor.CPU
+            for unit in self.plan.units
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether all blocks recompute their activations; otherwise all keep them.
+
+        Raises:
+            InputError: blocks differ, recompute in part, or offload what they keep.
+        """
+        decided = {each.activations for each in self.blocks}
+        if decided - {Activations.KEEP, Activations.RECOMPUTE} or len(decided) > 1:
+            raise InputError("recomputes some blocks or some operations only, where it offers all or none")
+        if any(each.activations_leave for each in self.blocks):
+            raise InputError("offloads activations, which it does not")
+        return Activations.RECOMPUTE in decided
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The model as frameworks name it.
+
+    Args:
+        config: the keys of its ``config.json``.
+        weights: its name on the Hugging Face Hub, or the folder of its weights; empty if unknown.
+    """
+
+    config: Mapping[str, Any]
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """The ways of training that a framework offers.
+
+    Args:
+        optimizers: those that it has.
+        precisions: arithmetic.
+        lora: low-rank adapters; ``quantised`` base in NF4.
+        chunked_loss: logits a chunk at a time.
+        several_gpus: more than one.
+    """
+
+    optimizers: Collection[Optimizer]
+    precisions: Collection[Precision] = tuple(Precision)
+    lora: bool = False
+    quantised: bool = False
+    chunked_loss: bool = False
+    several_gpus: bool = True
+
+    def check(self, decided: Decided) -> None:
+        """Refuse a training that the framework does not offer.
+
+        Raises:
+            InputError: the reason, as the end of a sentence that begins with the framework's name.
+        """
+        workload, training = decided.workload, decided.workload.training
+        if training.optimizer not in self.optimizers:
+            raise InputError(f"has no {training.optimizer}: plan with optimizer {' or '.join(self.optimizers)}")
+        if workload.precision not in self.precisions:
+            raise InputError(f"has no {workload.precision}: plan with precision {' or '.join(self.precisions)}")
+        refused = {
+            "fp8 products": training.fp8,
+            "adapters": training.lora is not None and not self.lora,
+            "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
+            "frozen lower blocks": training.last_blocks is not None,
+            "documents within a sequence": workload.document_length is not None,
+            "a loss in chunks": workload.chunked_loss and not self.chunked_loss,
+            "that number of chunks of the loss": workload.loss_chunks is not None,
+            "sublayers as units": workload.units is Units.SUBLAYER,
+            "several GPUs": decided.hardware.gpus > 1 and not self.several_gpus,
+            "pipelines": decided.plan.is_pipeline,
+        }
+        for what, given in refused.items():
+            if given:
+                raise InputError(f"is written here without {what}")
+
+
+def check_published(decided: Decided, names: Collection[str]) -> None:
+    """Refuse a model that is not one of ``names``, as it is published.
+
+    Raises:
+        InputError: it is not.
+    """
+    workload = decided.workload
+    if workload.name not in names or workload.name not in model_names():
+        raise InputError(f"has no {workload.name}: its models that are written here are {', '.join(names)}")
+    published = read_model(workload.name)
+    for figure in ("architecture", "transformer_blocks", "vocabulary_size", "tied_embeddings"):
+        if getattr(workload, figure) != getattr(published, figure):
+            raise InputError(f"has {workload.name} as it is published, without another {figure}")
+
+
+class Framework(Protocol):
+    """A tool that trains, at the version that its files are for.
+
+    Implementations raise :class:`~autohete.errors.InputError` with the end of a sentence that begins with their name.
+    """
+
+    @property
+    def name(self) -> str:
+        """As ``--runnable`` names it."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """The version whose options are written; read there."""
+        ...
+
+    def check(self, decided: Decided) -> None:
+        """Refuse a plan that the tool cannot run.
+
+        Raises:
+            InputError: why.
+        """
+        ...
+
+    def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
+        """Return what the tool needs to run the plan: file names and their text.
+
+        Raises:
+            InputError: it cannot run it.
+        """
+        ...
+
+    def command(self, decided: Decided) -> str:
+        """Return the command that starts training, run where the files are."""
+        ...

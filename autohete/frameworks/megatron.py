@@ -1,0 +1,202 @@
+"""Megatron-LM: flags of ``pretrain_gpt.py``.
+
+Flags: ``megatron/training/arguments.py``, ``megatron/training/config`` and ``megatron/core/transformer/transformer_config.py``
+at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement but for optimizer offload: there the
+GPU needs room for them as well.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autohete.errors import InputError
+from autohete.frameworks.framework import Abilities, Decided, ModelFiles
+from autohete.frameworks.training_script import facts, torchrun
+from autohete.frameworks.transformer_engine import offloaded_layers
+from autohete.plan import Activations, Processor
+from autohete.policies.resident import Resident
+from autohete.policies.twin_flow import TwinFlow
+from autohete.quantities import format_bytes
+from autohete.schedule import HOST_MEMORY
+from autohete.workload import Precision
+from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, NormPlace
+from autohete.workload.optimizers import Optimizer
+
+_ABILITIES = Abilities((Optimizer.ADAMW,))
+#: Saved tensors, and the modules whose inputs they are: those of attention's core, and its result.
+_MODULES = {"flash_attention": ("core_attn", "attn_proj")}
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFiles:
+    """Megatron-LM."""
+
+    name: str = "megatron"
+    version: str = "core_v0.19.0"
+
+    def check(self, decided: Decided) -> None:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        self._flags(decided)
+
+    def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        base = model.config.get("rope_theta")
+        flags = self._flags(decided) + ([f"--rotary-base {int(base)}"] if isinstance(base, int | float) else [])
+        return {
+            "train.sh": "\n".join(
+                [
+                    "#!/bin/sh",
+                    f"# For Megatron-LM {self.version}, run in its folder. {facts(decided)}",
+                    "# On mock data: give --data-path and a tokenizer instead, and rates of learning.",
+                    f"exec {torchrun(decided, 'pretrain_gpt.py')} \\",
+                    *(f"    {flag} \\" for flag in flags),
+                    '    "$@"',
+                    "",
+                ]
+            )
+        }
+
+    def command(self, decided: Decided) -> str:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        return "sh train.sh"
+
+    def _flags(self, decided: Decided) -> list[str]:
+        _ABILITIES.check(decided)
+        workload, gpus = decided.workload, decided.hardware.gpus
+        block = _block(decided)
+        return [
+            f"--num-layers {workload.transformer_blocks}",
+            f"--hidden-size {workload.hidden_size}",
+            *_block_flags(block, workload.heads),
+            f"--seq-length {workload.sequence_length}",
+            f"--max-position-embeddings {workload.sequence_length}",
+            *([] if workload.tied_embeddings else ["--untie-embeddings-and-output-weights"]),
+            f"--micro-batch-size {workload.batch_size}",
+            f"--global-batch-size {workload.samples * gpus}",
+            f"--clip-grad {workload.clip_norm or 0.0}",
+            *([f"--{workload.precision}"] if workload.precision.is_mixed else []),
+            *(["--grad-reduce-in-bf16"] if workload.precision is Precision.BF16 else []),
+            "--transformer-impl transformer_engine",
+            "--optimizer adam",
+            "--lr 1e-5",
+            "--train-iters 10",
+            "--mock-data",
+            "--tokenizer-type NullTokenizer",
+            f"--vocab-size {workload.vocabulary_size}",
+            *_offload(decided),
+        ]
+
+
+def _block(decided: Decided) -> Block:
+    """The one kind of block, of those that the flags describe."""
+    workload = decided.workload
+    blocks = {workload.block(unit) for unit in range(1, workload.unit_count - 1)}
+    if len(blocks) > 1:
+        raise InputError("is written here for models whose blocks are alike")
+    block = blocks.pop()
+    mixer, mlp = block.mixer, block.feed_forward
+    if not isinstance(mixer, Attention) or not isinstance(mlp, Mlp):
+        raise InputError("is written here for dense models with attention")
+    if mixer.window is not None or mixer.gated or mixer.sinks or mixer.soft_cap or mixer.whole_norm:
+        raise InputError("is written here for attention without windows, gates, sinks, caps and norms of whole projections")
+    if block.norm_place is not NormPlace.BEFORE or block.joint:
+        raise InputError("is written here for blocks with norms before their parts")
+    if (mlp.activation, mlp.gated) not in _ACTIVATIONS:
+        raise InputError(f"is written here without the activation {mlp.activation}")
+    return block
+
+
+_ACTIVATIONS: dict[tuple[Activation, bool], list[str]] = {
+    (Activation.SILU, True): ["--swiglu"],
+    (Activation.GELU_NEW, False): [],
+    (Activation.GELU_TANH, False): [],
+}
+
+
+def _block_flags(block: Block, heads: int) -> Iterator[str]:
+    mixer, mlp = block.mixer, block.feed_forward
+    assert isinstance(mixer, Attention)
+    assert isinstance(mlp, Mlp)
+    yield f"--num-attention-heads {heads}"
+    yield f"--kv-channels {mixer.head_dim}"
+    if mixer.key_value_heads != mixer.heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {mixer.key_value_heads}"
+    yield f"--ffn-hidden-size {mlp.width}"
+    yield from _ACTIVATIONS[mlp.activation, mlp.gated]
+    yield f"--normalization {'LayerNorm' if block.norm is Norm.LAYER else 'RMSNorm'}"
+    yield f"--position-embedding-type {'rope' if mixer.rotary else 'learned_absolute'}"
+    if not (mixer.output_bias or mlp.bias):
+        yield "--disable-bias-linear"
+        if mixer.bias:
+            yield "--add-qkv-bias"
+    if mixer.head_norm:
+        yield "--qk-layernorm"
+    if not block.dropout:
+        yield "--attention-dropout 0"
+        yield "--hidden-dropout 0"
+
+
+# --- what is offloaded and recomputed -----------------------------------------------------------------------------
+
+
+def _offload(decided: Decided) -> list[str]:
+    system = decided.system
+    if isinstance(system, TwinFlow):
+        return [*_optimizer_offload(decided), *_recompute(decided)]
+    if not decided.stays:
+        raise InputError("keeps parameters and gradients on the GPU: plan with twin_flow or resident")
+    if isinstance(system, Resident) and (system.zero_stage > 1 or system.in_backward or system.deepspeed):
+        raise InputError("shards states alone and updates after backward: plan with resident, or with resident:zero_stage=1")
+    shards = ["--use-distributed-optimizer"] if isinstance(system, Resident) and system.zero_stage else []
+    if any(each.saved for each in decided.blocks):
+        return [*shards, *_fine_grained(decided)]
+    if any(each.activations_leave for each in decided.blocks):
+        return [*shards, f"--cpu-offloading-num-layers {offloaded_layers(decided)}"]
+    return [*shards, *_recompute(decided)]
+
+
+def _recompute(decided: Decided) -> list[str]:
+    if not decided.recomputes:
+        return []
+    return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+
+
+def _optimizer_offload(decided: Decided) -> list[str]:
+    """``HybridDeviceOptimizer``, of which a fraction of the parameters is on the CPU."""
+    counts = [decided.hardware.part_of(unit.trained_parameters) for unit in decided.profile.units]
+    gradients = sum(counts) * decided.profile.element_bytes
+    needed = decided.gpu_peak_bytes + gradients
+    if needed > decided.hardware.gpu_capacity_bytes:
+        raise InputError(
+            f"keeps all gradients on the GPU until the update, which needs up to {format_bytes(needed)} of "
+            f"{format_bytes(decided.hardware.gpu_capacity_bytes)}"
+        )
+    on_cpu = sum(
+        count * (1 - unit.update.share)
+        for count, unit in zip(counts, decided.plan.units, strict=True)
+        if unit.update.on is Processor.CPU
+    )
+    return [
+        "--use-distributed-optimizer",
+        "--use-precision-aware-optimizer",
+        "--optimizer-cpu-offload",
+        f"--optimizer-offload-fraction {on_cpu / sum(counts):.4f}",
+        "--overlap-cpu-optimizer-d2h-h2d",
+    ]
+
+
+def _fine_grained(decided: Decided) -> list[str]:
+    saved = {each.saved for each in decided.blocks}
+    if len(saved) > 1 or any(each.kept.leaves or each.activations is not Activations.KEEP for each in decided.blocks):
+        raise InputError("offloads the same modules of all blocks, and recomputes none beside it")
+    routes = {one.name: one for one in saved.pop()}
+    unknown = [name for name, one in routes.items() if name not in _MODULES or one.recomputed or one.route.home != HOST_MEMORY]
+    if unknown:
+        raise InputError(
+            f"offloads inputs of modules to the host, such as flash_attention, not {', '.join(unknown)} as planned"
+        )
+    modules = [module for name in routes for module in _MODULES[name]]
+    return ["--fine-grained-activation-offloading", f"--offload-modules {shlex.join(modules)}"]

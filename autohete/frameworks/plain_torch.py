@@ -1,0 +1,102 @@
+"""PyTorch alone: a loop with everything on the GPU, and several GPUs with ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.errors import InputError
+from autohete.frameworks.framework import Abilities, Decided, ModelFiles
+from autohete.frameworks.training_script import (
+    OPTIMIZERS,
+    dtype_of,
+    optimizer_of,
+    requirements,
+    torchrun,
+    training_script,
+)
+from autohete.policies.resident import Resident
+from autohete.workload import Precision
+
+_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True)
+
+_IMPORTS = """\
+import torch
+import torch.distributed as dist
+import transformers"""
+
+_MAIN = """\
+on_gpu = torch.accelerator.is_available()
+dist.init_process_group("nccl" if on_gpu else "gloo")
+rank = dist.get_rank()
+if on_gpu:
+    torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+device = torch.device("cuda" if on_gpu else "cpu")
+model = build(given, {dtype}).to(device)
+vocabulary = model.config.get_text_config().vocab_size
+{parallel}optimizer = {optimizer}
+source = batches(given, BATCH_SIZE, vocabulary, rank)
+for step in range(given.steps):
+    began, total = time.perf_counter(), 0.0
+    for _ in range(MICRO_BATCHES):
+        tokens = next(source).to(device)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        (loss / MICRO_BATCHES).backward()
+        total += loss.item()
+{clip}    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        report(step, total / MICRO_BATCHES, began)
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFiles:
+    """PyTorch without offloading."""
+
+    name: str = "torch"
+    version: str = "2.13.0"
+
+    def check(self, decided: Decided) -> None:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        _ABILITIES.check(decided)
+        system = decided.system
+        if not isinstance(system, Resident):
+            raise InputError("alone moves nothing: plan with resident")
+        if system.zero_stage or system.in_backward:
+            raise InputError("alone shards nothing and updates after backward: plan with resident, without such flags")
+        if decided.workload.has_masters:
+            raise InputError(
+                "alone has no masters beside 16-bit parameters: plan with optimizer adamw_pure_bf16, or with precision fp32"
+            )
+        _ = decided.recomputes
+
+    def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        self.check(decided)
+        workload = decided.workload
+        optimizer = optimizer_of(decided)
+        tools = ["bitsandbytes"] if "bitsandbytes" in optimizer else []
+        parallel = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)\n"
+        clip = f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {workload.clip_norm})\n"
+        return {
+            "requirements.txt": requirements(decided, *tools),
+            **training_script(
+                decided,
+                model,
+                tool=f"PyTorch {self.version}",
+                command=self.command(decided),
+                imports="\n".join([*(f"import {tool}" for tool in tools), _IMPORTS]),
+                main=_MAIN.format(
+                    dtype=dtype_of(decided),
+                    parallel=parallel if decided.hardware.gpus > 1 else "",
+                    optimizer=optimizer,
+                    clip=clip if workload.clips else "",
+                ),
+                recomputes=decided.recomputes,
+            ),
+        }
+
+    def command(self, decided: Decided) -> str:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        return torchrun(decided)

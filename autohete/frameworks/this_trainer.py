@@ -1,0 +1,114 @@
+"""This project's Trainer: a script that trains with the policy itself, within the memory that it was planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete import __version__
+from autohete.errors import InputError
+from autohete.frameworks.framework import Abilities, Decided, ModelFiles
+from autohete.frameworks.training_script import (
+    OPTIMIZERS,
+    dtype_of,
+    optimizer_of,
+    requirements,
+    torchrun,
+    training_script,
+)
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
+from autohete.workload import Precision
+
+_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True)
+
+_IMPORTS = """\
+import torch
+import transformers
+
+import autohete"""
+
+_MAIN = """\
+on_gpu = torch.accelerator.is_available()
+{ranks}model = build(given, {dtype})
+vocabulary = model.config.get_text_config().vocab_size
+optimizer = {optimizer}
+trainer = autohete.Trainer(
+    model,
+    optimizer=optimizer,
+    policy={policy!r},
+{arguments}    device="cuda" if on_gpu else "emulated",
+)
+source = batches(given, BATCH_SIZE * MICRO_BATCHES, vocabulary, {rank})
+with trainer:
+    for step in range(given.steps):
+        began = time.perf_counter()
+        tokens = next(source)
+        loss = trainer.step({{"input_ids": tokens, "labels": tokens}})
+        report(step, loss, began)
+"""
+_RANKS = """\
+torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+if on_gpu:
+    torch.accelerator.set_device_index(torch.distributed.get_rank() % torch.accelerator.device_count())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
+    """:class:`autohete.Trainer`."""
+
+    name: str = "trainer"
+    version: str = __version__
+
+    def check(self, decided: Decided) -> None:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        _ABILITIES.check(decided)
+        if decided.hardware.gpus > 1 and _far(decided):
+            raise InputError("has no values on drives with several ranks: plan without them, or for one GPU")
+        if _far(decided) - {"nvme"}:
+            raise InputError("has one place besides GPU and host, nvme: plan with that")
+
+    def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        self.check(decided)
+        workload, hardware = decided.workload, decided.hardware
+        optimizer = optimizer_of(decided)
+        tools = ["bitsandbytes"] if "bitsandbytes" in optimizer else []
+        host = hardware.host
+        arguments = {
+            "gpu_memory": hardware.gpu_capacity_bytes,
+            "host_memory": host.memory_bytes,
+            "pinned_memory": host.pinned_bytes,
+            "micro_batches": workload.micro_batches if workload.micro_batches > 1 else None,
+            "clip_norm": workload.clip_norm,
+            "master_weights": None if workload.has_masters else False,
+            "drive": "." if _far(decided) else None,
+        }
+        lines = "".join(f"    {name}={value!r},\n" for name, value in arguments.items() if value is not None)
+        return {
+            "requirements.txt": requirements(decided, f"autohete[runtime]=={self.version}", *tools),
+            **training_script(
+                decided,
+                model,
+                tool=f"autohete {self.version}",
+                command=self.command(decided),
+                imports="\n".join([*(f"import {tool}" for tool in tools), _IMPORTS]),
+                main=_MAIN.format(
+                    ranks=_RANKS if hardware.gpus > 1 else "",
+                    rank="torch.distributed.get_rank()" if hardware.gpus > 1 else 0,
+                    dtype=dtype_of(decided),
+                    optimizer=optimizer,
+                    policy=decided.plan.policy,
+                    arguments=lines,
+                ),
+                recomputes=False,  # the plan decides
+            ),
+        }
+
+    def command(self, decided: Decided) -> str:
+        """See :class:`~autohete.frameworks.framework.Framework`."""
+        return torchrun(decided) if decided.hardware.gpus > 1 else "python train.py"
+
+
+def _far(decided: Decided) -> set[str]:
+    """Places of values besides the GPU and the host."""
+    return {home for unit in decided.plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY}

@@ -1,0 +1,120 @@
+"""``autohete plan`` with frameworks: what is written, what is recommended, and what a configuration means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.answers import QUICK, WORKLOAD, answer, profile_at, site
+from support.command import SMALL, autohete, refused
+
+from autohete.answer import Sampling, find_answer
+from autohete.answer.answer_document import answer_json
+from autohete.answer.policies import Judged
+from autohete.cli.from_config import advise
+from autohete.errors import InputError
+from autohete.frameworks.deepspeed_reading import read_deepspeed
+from autohete.report.answer_text import answer_text
+
+#: A GPU in which DeepSpeed's policies fit, and a resident one does not.
+ROOM = "2600MiB"
+OFFLOAD = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+}
+
+
+@pytest.mark.slow
+def test_files_of_a_policy_are_written(tmp_path: Path) -> None:
+    """They appear in a new folder, for a framework that runs the policy, and the command that starts it is printed."""
+    done = autohete("plan", *SMALL, "--policy", "zero_offload", "--write", "run/here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Written to run/here for deepspeed 0.19.8, which runs zero_offload" in done.stdout
+    assert "torchrun --nproc-per-node 1 train.py" in done.stdout
+    config = json.loads((tmp_path / "run" / "here" / "ds_config.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert json.loads((tmp_path / "run" / "here" / "model" / "config.json").read_text())["n_embd"] == 256
+    other = autohete("plan", *SMALL, "--policy", "zero_offload", "--runnable=trainer", "--write", "own", "--json", cwd=tmp_path)
+    assert json.loads(other.stdout)["written"]["framework"] == "trainer"
+    assert not (tmp_path / "own" / "ds_config.json").exists()
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+    """Nothing is computed or written where files could be replaced, or where a file stands."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "train.py").write_text("mine")
+    policy = ["plan", *SMALL, "--policy", "zero_offload", "--write"]
+    assert "not empty" in refused(*policy, str(tmp_path / "full"))
+    assert "is a file" in refused(*policy, str(tmp_path / "full" / "train.py"))
+    assert (tmp_path / "full" / "train.py").read_text() == "mine"
+
+
+def test_what_no_framework_runs_is_not_written(tmp_path: Path) -> None:
+    """The refusal has the reason of each framework that was asked, and no folder appears."""
+    said = refused("plan", *SMALL, "--policy", "patrickstar", "--runnable=deepspeed,fsdp2", "--write", str(tmp_path / "run"))
+    assert "deepspeed places and orders work in its own way" in said
+    assert "fsdp2 places" in said
+    said = refused("plan", *SMALL, "--gpu-memory", "1.01GiB", "--policy", "resident", "--write", str(tmp_path / "run"))
+    assert "does not fit" in said
+    assert not (tmp_path / "run").exists()
+    assert "unknown framework" in refused("plan", *SMALL, "--runnable=deepsped")
+
+
+@pytest.mark.slow
+def test_a_framework_limits_the_recommendation() -> None:
+    """Only its plans are candidates, the best of them is recommended, and the text says so; without it nothing is left out."""
+    every = answer(ROOM, (*QUICK, "zero3_offload"))
+    where = site(gpu_memory=ROOM)
+    only = find_answer(
+        profile_at(where, less=0),
+        where,
+        policies=(*QUICK, "zero3_offload"),
+        sampling=Sampling(0),
+        runnable=("deepspeed",),
+    )
+    names = [each.name for each in every.candidates if each.fits and "deepspeed" in each.runs_in]
+    assert [each.name for each in only.candidates if each.fits] == names
+    assert len(names) == 2
+    assert "runs in" in answer_text(every)
+    assert [each["runs_in"] for each in answer_json(only)["policies"] if each["policy"] == "zero_offload"] == [
+        ["deepspeed", "trainer"]
+    ]
+    with pytest.raises(InputError, match="torchtune can run no plan"):
+        find_answer(profile_at(where, less=0), where, policies=QUICK, sampling=Sampling(0), runnable=("torchtune",))
+
+
+def test_advice_compares_with_what_runs() -> None:
+    """The configuration's time is that of its policy; a plan that is faster comes with the keys that make it so."""
+    read = read_deepspeed(json.dumps(OFFLOAD), gpus=1, hidden_size=WORKLOAD.hidden_size)
+    found = answer(ROOM, (*QUICK, "zero3_offload"))
+    advice = advise("ds.json", read, found)
+    now = Judged(found.profile, (read.policy,))()
+    assert advice.iteration_seconds == now.seconds
+    best = min((each for each in found.candidates if "deepspeed" in each.runs_in and each.fits), key=lambda each: each.seconds)
+    assert (advice.better, advice.better_seconds) == (best.name, best.seconds)
+    changed = {change.key: change.after for change in advice.changes}
+    assert changed["zero_optimization.offload_optimizer.pin_memory"] is True
+    assert "zero_optimization.overlap_comm" not in changed
+    assert f"{now.seconds / best.seconds:.2f}x as fast" in str(advice)
+    assert advice.fastest_seconds is None or advice.fastest_seconds < best.seconds
+
+
+@pytest.mark.slow
+def test_a_configuration_is_a_question(tmp_path: Path) -> None:
+    """Its batch and precision are taken; an option that contradicts it, or a file that is none, is refused with its name."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(OFFLOAD))
+    shape = SMALL[: SMALL.index("--batch-size")]
+    quick = ["--draws", "0", "--jobs", "1", "--runnable=deepspeed"]
+    done = autohete("plan", *shape, *quick, "--from", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["from"]["policy"] == "zero_offload:bucket_size=500,deepspeed=2026,pin_memory=off"
+    assert found["best"]["assumptions"]["batch_size"] == 4
+    assert "batch-size is 2, but" in refused("plan", *SMALL, "--from", str(path))
+    assert "--policy, or --from" in refused("plan", *shape, "--policy", "resident", "--from", str(path))
+    assert "is no file" in refused("plan", *shape, "--from", str(tmp_path / "absent.json"))
+    assert "unknown flag" in refused("plan", *shape, "--from", f"{path}:nonsense=3")

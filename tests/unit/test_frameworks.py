@@ -1,0 +1,366 @@
+"""Frameworks run what they do not refuse: their files say what the plan says, in the keys that each tool has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.decided import BY_NAME, MODEL, TINY, decided, files_of
+
+from autohete.errors import InputError
+from autohete.frameworks import FRAMEWORKS, named_frameworks, refusal, runs_in
+from autohete.frameworks.changes import key_changes
+from autohete.frameworks.deepspeed import CONFIG
+from autohete.frameworks.deepspeed_reading import read_deepspeed
+from autohete.frameworks.model_files import model_files
+from autohete.plan import Route, SavedRoute
+from autohete.plan.policy import Verdict
+from autohete.policies import POLICIES, parse_policy
+from autohete.schedule import HOST_MEMORY
+from autohete.simulate import simulate_plan, simulate_policy
+from autohete.workload import Precision, Units, Workload
+from autohete.workload.config import parse_model, read_model
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Lora, Training
+
+SCHEMAS = Path(__file__).parents[1] / "support" / "schemas"
+PURE = Training(optimizer=Optimizer.ADAMW_PURE_BF16)
+LLAMA = replace(read_model(MODEL), batch_size=2)
+
+
+def yaml(text: str) -> Any:
+    """What the YAML parser of all such tools reads."""
+    return pytest.importorskip("yaml").safe_load(text)
+
+
+def schema(name: str) -> set[str]:
+    """The names of a tool's options at the stated version."""
+    version, *names = (SCHEMAS / f"{name}.txt").read_text().splitlines()
+    assert BY_NAME[name].version in version
+    return {word for line in names for word in line.split()}
+
+
+# --- who runs what ------------------------------------------------------------------------------------------------
+
+#: Policies, the training, and the frameworks that run them.
+RUN_BY = [
+    ("zero_offload", LLAMA, "deepspeed llamafactory trainer"),
+    ("zero_offload:paper", LLAMA, "trainer"),
+    ("zero3_offload", LLAMA, "deepspeed llamafactory trainer"),
+    ("twin_flow:ratio=50", LLAMA, "deepspeed llamafactory megatron trainer"),
+    ("zero_infinity", LLAMA, "deepspeed llamafactory trainer"),
+    ("fsdp2_offload", LLAMA, "fsdp2 torchtitan trainer"),
+    ("fsdp2_offload:pin_memory=off", replace(LLAMA, precision=Precision.FP32), "fsdp2 trainer"),
+    ("resident", LLAMA, "megatron trainer"),
+    ("resident", replace(LLAMA, training=PURE), "torch llamafactory torchtune trainer"),
+    ("resident:in_backward", replace(LLAMA, training=PURE), "torchtune trainer"),
+    ("resident:zero_stage=3", LLAMA, "fsdp2 trainer"),
+    ("resident:zero_stage=2,deepspeed", LLAMA, "deepspeed llamafactory trainer"),
+    ("offload_activations", replace(LLAMA, training=PURE), "llamafactory trainer"),
+    ("offload_activations:streams", replace(LLAMA, training=PURE), "torchtune trainer"),
+    ("resident", replace(LLAMA, training=Training(Lora(8))), "llamafactory trainer"),
+    ("resident", replace(LLAMA, training=Training(Lora(8, quantised=True))), "llamafactory"),
+    ("resident", replace(LLAMA, units=Units.SUBLAYER), ""),
+    ("autohete", TINY, "trainer"),
+]
+
+
+@pytest.mark.parametrize(("policy", "workload", "names"), RUN_BY, ids=lambda value: str(getattr(value, "name", value)))
+def test_plans_run_where_they_should(policy: str, workload: Workload, names: str) -> None:
+    """Each plan is run by the frameworks that have its schedule, and every other one has a reason that names it."""
+    one = decided(policy, workload)
+    assert set(runs_in(one)) - {"torchtitan"} == set(names.split()) - {"torchtitan"}
+    for framework in FRAMEWORKS:
+        reason = refusal(framework, one)
+        assert bool(reason) != (framework.name in runs_in(one))
+        assert not reason or reason.startswith(f"{framework.name} ")
+        if not reason:
+            _check_files(files_of(framework.name, one))
+
+
+def _check_files(files: dict[str, str]) -> None:
+    """All files are of their kind."""
+    readers: dict[str, Callable[[str], object]] = {
+        ".json": json.loads,
+        ".toml": tomllib.loads,
+        ".yaml": yaml,
+        ".sh": shlex.split,
+        ".txt": str.split,
+    }
+    for name, text in files.items():
+        suffix = Path(name).suffix
+        if suffix == ".py":
+            compile(text, name, "exec")
+            assert max(map(len, text.splitlines())) <= 140
+        else:
+            assert readers[suffix](text), name
+
+
+def test_torchtitan_has_its_own_models() -> None:
+    """A bundled model runs there as it is published, and is refused with fewer blocks."""
+    llama = replace(read_model("llama-3.1-8b"), batch_size=2)
+    assert "torchtitan" in runs_in(decided("fsdp2_offload", llama))
+    assert "without another transformer_blocks" in refusal(
+        BY_NAME["torchtitan"], decided("fsdp2_offload", replace(llama, transformer_blocks=16))
+    )
+
+
+def test_all_policies_have_an_answer() -> None:
+    """No policy, with its default flags, makes a framework fail in another way than with a reason."""
+    hardware = decided("resident", TINY).hardware
+    for name in set(POLICIES) - {"joint"}:
+        try:
+            one = decided(name, TINY)
+        except InputError:
+            continue
+        assert one.hardware == hardware
+        assert all(isinstance(refusal(each, one), str) for each in FRAMEWORKS)
+
+
+def test_unknown_frameworks_are_named() -> None:
+    """A misspelt framework is refused with a suggestion."""
+    assert [each.name for each in named_frameworks(["fsdp2", "deepspeed"])] == ["fsdp2", "deepspeed"]
+    with pytest.raises(InputError, match="deepspeed"):
+        named_frameworks(["deepsped"])
+
+
+# --- what the files say -------------------------------------------------------------------------------------------
+
+
+def test_a_script_has_the_batch_of_the_question() -> None:
+    """Sequences, tokens, micro-batches, clipping, adapters and recomputation are those that were simulated."""
+    workload = replace(TINY, clip_norm=0.5, training=Training(Lora(4, ("c_attn",))), precision=Precision.FP32)
+    script = files_of("fsdp2", decided("fsdp2_offload:checkpointing=full", workload))["train.py"]
+    assert "BATCH_SIZE, SEQUENCE_LENGTH, MICRO_BATCHES = 2, 32, 2" in script
+    assert "clip_grad_norm_(model.parameters(), 0.5)" in script
+    assert "LoraConfig(r=4, lora_alpha=8, target_modules=['c_attn'])" in script
+    assert "gradient_checkpointing_enable" in script
+    kept = files_of("fsdp2", decided("fsdp2_offload:checkpointing=none", replace(workload, clip_norm=None)))["train.py"]
+    assert "gradient_checkpointing" not in kept
+    assert "clip_grad_norm_" not in kept
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt2", "gemma-3-4b", "opt-1.3b"])
+def test_the_model_is_written_with_its_changes(model: str) -> None:
+    """The config.json that is written is read again as the same model, with another number of blocks where one was given."""
+    workload = replace(read_model(model), transformer_blocks=7)
+    written = model_files(model, workload)
+    again = parse_model(dict(written.config), workload.name)
+    units = range(workload.unit_count)
+    assert [again.unit_parameters(unit) for unit in units] == [workload.unit_parameters(unit) for unit in units]
+    assert [again.block(unit) for unit in units[1:-1]] == [workload.block(unit) for unit in units[1:-1]]
+    assert (again.transformer_blocks, again.vocabulary_size) == (7, workload.vocabulary_size)
+    assert "/" in written.weights
+
+
+def test_megatron_offloads_what_the_plan_does() -> None:
+    """The share of the optimizer, the first layers or saved tensors become flags; without room for gradients it refuses."""
+    flags = files_of("megatron", decided("twin_flow:ratio=50"))["train.sh"]
+    assert "--optimizer-cpu-offload" in flags
+    assert re.search(r"--optimizer-offload-fraction 0\.[45]\d+", flags)
+    small = decided("twin_flow", gpu_memory="9GiB")
+    assert "keeps all gradients on the GPU" in refusal(BY_NAME["megatron"], small)
+    one = decided("resident")
+    blocks = [replace(each, saved=(SavedRoute("flash_attention", Route(HOST_MEMORY)),)) for each in one.blocks]
+    fine = replace(one, plan=replace(one.plan, units=(one.plan.units[0], *blocks, one.plan.units[-1])))
+    modules = files_of("megatron", fine)["train.sh"]
+    assert "--fine-grained-activation-offloading" in modules
+    assert "--offload-modules core_attn attn_proj" in modules
+
+
+def test_transformer_engine_offloads_the_first_layers() -> None:
+    """Its number of layers is that of the plan's; plans that offload other layers, or all, are refused."""
+    one = decided("resident")
+    offloaded = replace(one.blocks[0], kept=Route(HOST_MEMORY))
+    for order, count in ((range(16), 5), (range(15, -1, -1), 5), (range(16), 16)):
+        blocks = list(one.blocks)
+        for place in list(order)[:count]:
+            blocks[place] = offloaded
+        plan = replace(one.plan, units=(one.plan.units[0], *blocks, one.plan.units[-1]))
+        other = replace(one, plan=plan)
+        reason = refusal(BY_NAME["transformer_engine"], other)
+        assert bool(reason) == (order[0] != 0 or count == 16)
+        if not reason:
+            assert "NUM_LAYERS, MODEL_LAYERS = 5, 16" in files_of("transformer_engine", other)["activation_offload.py"]
+            assert "--cpu-offloading-num-layers 5" in files_of("megatron", other)["train.sh"]
+
+
+# --- the keys that each tool has ----------------------------------------------------------------------------------
+
+
+def test_flags_of_megatron_exist() -> None:
+    """All flags that are written are options of the stated version."""
+    for policy in ("resident", "twin_flow:ratio=50,checkpointing=full"):
+        words = shlex.split(files_of("megatron", decided(policy))["train.sh"], comments=True)
+        written = {word for word in words if word.startswith("--")} - {"--nproc-per-node"}
+        assert "--num-layers" in written
+        assert written <= schema("megatron")
+
+
+def test_keys_of_torchtitan_exist() -> None:
+    """All keys that are written are fields of the stated version's configuration."""
+    llama = replace(read_model("llama-3.1-8b"), batch_size=2, clip_norm=1.0, micro_batches=3)
+    tables = tomllib.loads(files_of("torchtitan", decided("fsdp2_offload", llama))["train.toml"])
+    assert {f"{table}.{key}" for table, keys in tables.items() for key in keys} <= schema("torchtitan")
+    assert tables["training"]["enable_cpu_offload"] is True
+    assert (tables["training"]["local_batch_size"], tables["training"]["global_batch_size"]) == (2, 6)
+
+
+@pytest.mark.parametrize("policy", ["zero_offload", "resident", "offload_activations"])
+def test_keys_of_llamafactory_exist(policy: str) -> None:
+    """All keys that are written are fields of its arguments or of those of transformers, which has these."""
+    of_transformers = {
+        "do_train",
+        "output_dir",
+        "deepspeed",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_grad_norm",
+        "optim",
+        "learning_rate",
+        "weight_decay",
+        "bf16",
+        "logging_steps",
+    }
+    workload = replace(LLAMA, training=Training(Lora(8))) if policy == "resident" else LLAMA
+    workload = replace(LLAMA, training=PURE) if policy == "offload_activations" else workload
+    keys = yaml(files_of("llamafactory", decided(policy, workload))["train.yaml"])
+    assert set(keys) - of_transformers <= schema("llamafactory")
+    assert isinstance(keys["learning_rate"], float)
+    assert ("deepspeed" in keys) == (policy == "zero_offload")
+
+
+# --- DeepSpeed, there and back ------------------------------------------------------------------------------------
+
+ROUND_TRIPS = [
+    "zero_offload",
+    "zero_offload:pin_memory=off,bucket_size=50,checkpointing=none",
+    "zero_offload:deepspeed=0.16,pin_memory",
+    "zero_offload:deepspeed=0.14",
+    "zero_offload:deepspeed=0.8.3",
+    "twin_flow:ratio=40,sub_group_size=100000000",
+    "twin_flow:ratio=60,pin_memory=off,sub_group_size=200000000",
+    "zero3_offload",
+    "zero3_offload:offload_param=off,pin_memory=off",
+    "zero3_offload:pin_parameters=off,bucket_size=17",
+    "zero_infinity",
+    "zero_infinity:offload_param,pipeline,reduce_scatter=off",
+    "resident:zero_stage=1,deepspeed",
+    "resident:zero_stage=3,deepspeed,checkpointing=full",
+]
+
+
+@pytest.mark.parametrize("policy", ROUND_TRIPS)
+def test_a_written_configuration_is_read_as_the_same_policy(policy: str) -> None:
+    """What is read decides the same plan, has the same training, and is written as the same file."""
+    workload = replace(LLAMA, micro_batches=3, clip_norm=0.7)
+    one = decided(policy, workload)
+    text = files_of("deepspeed", one)[CONFIG]
+    read = read_deepspeed(text, gpus=1, hidden_size=workload.hidden_size)
+    assert read.training == {"batch_size": 2, "micro_batches": 3, "clip_norm": 0.7, "precision": "bf16"}
+    assert read.notes == ()
+    again = decided(read.policy, workload)
+    assert again.plan == one.plan
+    assert json.loads(files_of("deepspeed", again)[CONFIG]) == json.loads(text)
+
+
+def test_the_split_of_twin_flow_fits_again() -> None:
+    """A split found for the memory is written as a share; the policy that is read keeps at most as much on the GPU."""
+    one = decided("twin_flow", gpu_memory="13GiB")
+    read = read_deepspeed(files_of("deepspeed", one)[CONFIG], gpus=1, hidden_size=2048)
+    again = simulate_policy(one.profile, parse_policy(read.policy))
+    assert again.verdict is Verdict.OK
+    assert simulate_plan(one.profile, one.plan).gpu.peak_bytes >= again.gpu.peak_bytes
+    assert one.seconds <= again.iteration_seconds <= 1.1 * one.seconds
+
+
+def configuration(zero: dict[str, Any], **other: Any) -> str:
+    return json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero} | other)
+
+
+#: What other people's files mean.
+MEANINGS = [
+    ({"stage": 2, "cpu_offload": True}, "zero_offload:bucket_size=500,deepspeed=2026"),
+    ({"stage": 2, "offload_optimizer": {"device": "none"}}, "resident:zero_stage=2,deepspeed"),
+    ({}, "resident"),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+        "zero3_offload:offload_param,pin_memory,pin_parameters,bucket_size=5",
+    ),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+        "twin_flow:ratio=30,pin_memory,bucket_size=500,sub_group_size=1000000000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("zero", "policy"), MEANINGS)
+def test_files_of_others_are_read(zero: dict[str, Any], policy: str) -> None:
+    """Deprecated keys, ``auto`` and defaults mean what the tools make of them, and the notes say what was assumed."""
+    read = read_deepspeed(configuration(zero), gpus=1, hidden_size=2048)
+    assert read.policy == policy
+    assert parse_policy(read.policy)
+    assert read.training == {"batch_size": 2, "clip_norm": 1.0, "precision": "fp32"}
+    assert any("recompute" in note for note in read.notes)
+    full = read_deepspeed(configuration(zero), gpus=1, hidden_size=2048, flags="checkpointing=full")
+    assert "checkpointing=full" in full.policy
+    assert not any("recompute" in note for note in full.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, (4, 4)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (2, 8)),
+        ({"train_batch_size": 32}, (16, 1)),
+        ({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}, (3, None)),
+        ({"train_batch_size": "auto"}, (None, None)),
+    ],
+)
+def test_two_of_three_batch_sizes_give_the_third(keys: dict[str, Any], sizes: tuple[int | None, int | None]) -> None:
+    """As DeepSpeed completes them, for two GPUs."""
+    read = read_deepspeed(json.dumps(keys), gpus=2, hidden_size=64)
+    assert (read.training.get("batch_size"), read.training.get("micro_batches")) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"zero_optimization": 3}', "zero_optimization is 3: give an object"),
+        (configuration({"stage": 1, "offload_optimizer": {"device": "cpu"}}), "stage 1 with the optimizer on cpu"),
+        (configuration({"stage": 2, "zenflow": {"topk_ratio": 0.1}}), "zero_optimization.zenflow is not simulated"),
+        (configuration({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}), "ratio is 2"),
+        (configuration({"stage": True}), "stage is true: give a number"),
+        (configuration({"stage": 2.5}), "stage 2.5 with the optimizer on none"),
+        (configuration({"stage": 2, "offload_optimizer": {"device": ["cpu"]}}), "stage 2 with the optimizer on ['cpu']"),
+        (configuration({"stage": 2, "reduce_bucket_size": "much"}), 'reduce_bucket_size is "much"'),
+        (configuration({}, optimizer={"type": "Lion"}), 'optimizer.type is "Lion"'),
+        (configuration({}, train_batch_size=7, gradient_accumulation_steps=2), "train_batch_size is 7"),
+        (configuration({}, gradient_accumulation_steps=0), "gradient_accumulation_steps is 0"),
+    ],
+)
+def test_what_is_not_understood_is_named(text: str, reason: str) -> None:
+    """A refusal names the key and its value."""
+    with pytest.raises(InputError) as caught:
+        read_deepspeed(text, gpus=1, hidden_size=64)
+    assert reason in str(caught.value)
+
+
+def test_changes_name_each_key() -> None:
+    """Keys that differ, are new or go are listed with their values as the file has them; equal ones are not."""
+    before = {"stage": 2, "same": 1, "offload": {"pin": False}}
+    after = {"stage": 3, "same": 1, "new": {"device": "cpu"}}
+    assert [str(change) for change in key_changes(before, after)] == [
+        "stage: 2 -> 3",
+        "offload.pin: false -> absent",
+        'new.device: absent -> "cpu"',
+    ]
