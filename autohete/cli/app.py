@@ -21,6 +21,7 @@ from autohete.cli.presets import presets
 from autohete.cli.profile import profile
 from autohete.cli.simulate import simulate
 from autohete.cli.sweep import sweep
+from autohete.cli.trace import trace
 from autohete.cli.train import train
 from autohete.errors import AutoHeteError
 
@@ -29,7 +30,7 @@ app = App(
     help="Simulate transformer training that does not fit on the GPU: what to keep, what to move, how fast, and why.",
     help_format="markdown",
 )
-for _command in (simulate, sweep, compare, train, profile, plan, presets, hardware):
+for _command in (simulate, sweep, compare, train, profile, trace, plan, presets, hardware):
     app.command(_command)
 
 

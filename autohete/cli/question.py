@@ -175,8 +175,8 @@ class Shape:
         missing = [option for option, value in needed.items() if value is None]
         if missing:
             raise InputError(
-                "no workload: give --model NAME|FILE (such as llama-3.1-8b), --workload NAME (such as gpt-10b), or a shape "
-                f"with {' '.join(missing)}"
+                "no workload: give --model NAME|FILE (such as llama-3.1-8b), --module FILE.py:FUNCTION, --workload NAME (such "
+                f"as gpt-10b), or a shape with {' '.join(missing)}"
             )
         return Workload(f"{self.transformer_blocks}x{self.hidden_size}", **changes)  # type: ignore[arg-type]
 
@@ -189,8 +189,13 @@ class Question:
     Parameters
     ----------
     model:
-        A named model (`autohete presets` lists them), or a config.json as it lies beside a model's weights; the options below
-        change single figures.
+        A named model (`autohete presets` lists them), a config.json as it lies beside a model's weights, or a table written by
+        `autohete trace`; the options below change single figures.
+    module:
+        Trace any module on the CPU, without weights: FILE.py:FUNCTION that returns it, a model type or class of transformers
+        with changed keys (NAME[:key=value,...]), or a config.json. Needs torch. `autohete trace` writes the table for --model.
+    block_names:
+        Names of the blocks of --module, such as encoder.layer,decoder.layer, if they are not found by themselves.
     workload:
         A named GPT-like workload of the paper (`autohete presets` lists them).
     profile:
@@ -210,6 +215,8 @@ class Question:
     """
 
     model: str | None = None
+    module: str | None = None
+    block_names: str | None = None
     workload: str | None = None
     shape: Shape = Shape()
     profile: str | None = None
@@ -234,7 +241,21 @@ class Question:
 
     def of_workload(self) -> Workload:
         """Return the workload. A measured profile has its own."""
+        if self.module is not None:
+            if self.workload is not None or self.model is not None:
+                raise InputError("--module is a model of its own: leave out --model and --workload")
+            return self._of_module(self.module)
+        if self.block_names is not None:
+            raise InputError("--block-names are those of a module: give --module as well, or leave it out")
         return self.shape.workload(self.workload, self.model)
+
+    def _of_module(self, module: str) -> Workload:
+        from autohete.cli.trace import traced
+
+        shape = self.shape
+        precision = None if shape.precision in (None, "fp8") else Precision(shape.precision)
+        table = traced(module, shape.sequence_length, precision, shape.kernels, shape.batch_size, self.block_names)
+        return replace(table, **shape.changes())  # type: ignore[arg-type]
 
     def on_hardware(self) -> Hardware:
         """Return one GPU's share of the hardware. A measured profile has its own."""
@@ -264,13 +285,14 @@ class Question:
         if (
             self.workload is not None
             or self.model is not None
+            or self.module is not None
             or self.shape.changes()
             or self.set_
             or self.hardware != DEFAULT_HARDWARE
         ):
             raise InputError(
-                "a profile includes its workload and hardware: leave out --model, --workload, its shape, --hardware and "
-                "--set, or leave out --profile"
+                "a profile includes its workload and hardware: leave out --model, --module, --workload, its shape, --hardware "
+                "and --set, or leave out --profile"
             )
         if self.gpus != 1:
             raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")

@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails
 from autohete.errors import InputError, suggestion, unknown_name
 from autohete.workload import Workload
 from autohete.workload.families import FAMILIES
+from autohete.workload.table import is_table, parse_table
+from autohete.workload.traced import traced_workload
 
 #: Bytes; published files have a few thousand.
 _LARGEST_FILE = 10_000_000
@@ -30,16 +32,16 @@ def model_names() -> list[str]:
 
 
 def read_model(name_or_path: str) -> Workload:
-    """The bundled model of that name, or the one that a ``config.json`` describes, with the default batch.
+    """The bundled model of that name, the one that a ``config.json`` describes, or a traced one, with the default batch.
 
     Args:
-        name_or_path: a name of :func:`model_names`; a ``config.json``, or the folder that it is in.
+        name_or_path: a name of :func:`model_names`; a ``config.json``, or the folder that it is in; or the table of a trace.
 
     Raises:
         InputError: no such model, a file that cannot be read, or one that is not supported; names the keys.
     """
     config, name = _config(name_or_path)
-    return parse_model(config, name)
+    return traced_workload(parse_table(config, name_or_path)) if is_table(config) else parse_model(config, name)
 
 
 def model_source(name: str) -> str:

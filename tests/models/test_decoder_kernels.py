@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.counting import PRODUCTS, Counter, counting, flash_attention, kept_bytes, one_kernel_dropout
+from support.counting import Counter, counting, kept_bytes
 from support.models import built, layers_of, small_config
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +18,7 @@ from autohete.profile import UnitProfile, analytic_profile
 from autohete.profile.kernels.decoders import both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
 from autohete.runtime.precision import DTYPES
+from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
 from autohete.workload import Kernels, Precision, Workload
 from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
