@@ -110,7 +110,10 @@ def _rate(value: float) -> str:
 
 def free_changes(workload: Workload) -> Iterator[Change]:
     """Changes that cost nothing and compute the same gradients."""
-    chunked = replace(workload, chunked_loss=True)
+    try:
+        chunked = replace(workload, chunked_loss=True)
+    except InputError:  # a traced model has a loss of its own
+        return
     if chunked.loss_tokens < workload.loss_tokens:
         yield Change(f"{CHUNKED_LOSS} (logits some tokens at a time)", {}, workload=chunked)
 

@@ -14,6 +14,7 @@ from autohete.cli.outputs import check_outputs
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
 from autohete.errors import InputError
 from autohete.quantities import parse_count, parse_quantity
+from autohete.workload.traced import TracedWorkload
 
 if TYPE_CHECKING:
     from autohete.answer import Answer, Run
@@ -84,6 +85,8 @@ def plan(
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
     chosen = question.answerable()
+    if isinstance(chosen.workload, TracedWorkload):
+        sizes = _of_traced(chosen.workload, sizes)
     check_outputs(outputs)
     if policy is not None:
         _print_policy(chosen, policy, sizes, outputs, json_)
@@ -97,6 +100,18 @@ def plan(
         print(answer_text(result, console().width), end="")
     else:
         print(_json(result))
+
+
+def _of_traced(workload: TracedWorkload, sizes: tuple[GrowingFigure, ...]) -> tuple[GrowingFigure, ...]:
+    """The sizes that a traced model can have: other batches, if its table holds for them."""
+    from autohete.simulate.largest import GrowingFigure
+
+    grow = (GrowingFigure.BATCH,) if len(workload.table.batch_sizes) > 1 else ()
+    if len(sizes) == 1 and sizes[0] not in grow:
+        raise InputError(
+            f"{sizes[0]} of a traced model is that of its trace: give --max batch if its table holds for any batch"
+        )
+    return tuple(size for size in sizes if size in grow)
 
 
 def _answer(

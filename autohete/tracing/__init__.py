@@ -22,7 +22,7 @@ from autohete.runtime.precision import DTYPES
 from autohete.tracing.batches import merged, shortened, shortened_loss
 from autohete.tracing.on_cuda import as_on_cuda
 from autohete.tracing.recording import Recording, run_loss
-from autohete.tracing.subject import Subject, built
+from autohete.tracing.subject import Subject, built, without_values
 from autohete.tracing.units import Units, cut_at_blocks
 from autohete.workload import Precision
 from autohete.workload.table import ModelTable, table_of
@@ -54,25 +54,27 @@ def trace(
     Raises:
         InputError: there is no such model, its forward needs values, or its blocks cannot be units.
     """
-    with _without_values(DTYPES[precision]):
+    with _default_type(DTYPES[precision]):
         subject = built(spec, sequence_length, kernels)
-        return trace_subject(subject, sequence_length=sequence_length, kernels=kernels, batch_size=batch_size, blocks=blocks)
+        return trace_subject(subject, kernels=kernels, batch_size=batch_size, blocks=blocks)
 
 
 def trace_subject(
     subject: Subject,
     *,
-    sequence_length: int,
     kernels: str = "eager_flash",
     batch_size: int = 8,
     blocks: str | Sequence[str] | None = None,
 ) -> ModelTable:
-    """Trace what was built where tensors have no values; see :func:`trace`."""
+    """Trace what was built; see :func:`trace`. Its tensors lose their values."""
     found, batches = blocks_of(subject.module, blocks), _BATCHES
-    document = merged([_traced(subject, found, batch) for batch in batches], batches)
-    if document is None:
-        batches = (batch_size,)
-        document = _traced(subject, found, batch_size)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+        without_values(subject.module)
+        traced = [_traced(subject, found, batch) for batch in batches]
+        document = merged(traced, batches)
+        if document is None:
+            batches = (batch_size,)
+            document = _traced(subject, found, batch_size)
     kinds: list[dict[str, Any]] = []
     places = []
     for unit in document["units"]:
@@ -95,13 +97,12 @@ def trace_subject(
 
 
 @contextmanager
-def _without_values(dtype: torch.dtype) -> Iterator[None]:
-    """Let tensors have shapes alone, and floating-point ones this type unless given; attention and dropout are as on CUDA."""
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Let floating-point tensors have this type unless given."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 
@@ -109,7 +110,7 @@ def _without_values(dtype: torch.dtype) -> Iterator[None]:
 def _traced(subject: Subject, blocks: list[nn.Module], batch: int) -> dict[str, Any]:
     """The table for one batch, its units not yet told apart."""
     inputs = subject.inputs(batch)
-    recording = Recording(subject.module, blocks)
+    recording = Recording(subject.module, blocks, inputs)
     outputs = 0
 
     def forward() -> tuple[Tensor, Tensor]:

@@ -56,10 +56,10 @@ def shortened_loss(loss: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peaks(sizes: Sequence[Any]) -> list[Any]:
-    """Those of some sizes that are the largest for some batch; none if nothing is alive."""
-    pairs = {(size, 0) if type(size) is int else tuple(size) for size in sizes}
-    largest = [p for p in pairs if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in pairs)]
-    return [[fixed, each] for fixed, each in sorted(largest) if fixed > 0 or each > 0]
+    """Those of some sizes that may be the largest for some batch; none if nothing is alive."""
+    grown = {(size, 0) if type(size) is int else (sum(size), size[1]) for size in sizes} | {(0, 0)}  # from that of one sample
+    largest = {p for p in grown if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in grown)}
+    return [[one - each, each] for one, each in sorted(largest - {(0, 0)})]
 
 
 def _counted(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,24 +71,25 @@ class Storages:
         made_by: the operation that made each, by index; None: it was there before.
         differentiable: those that gradients flow into.
         parameters: names of those that are parameters or buffers.
+        given: those of the inputs.
     """
 
     sizes: list[int] = field(default_factory=list)
     made_by: list[int | None] = field(default_factory=list)
     differentiable: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
     _numbers: dict[int, int] = field(default_factory=dict)
+    #: As long as these are held, no address is used again.
+    _held: list[StorageWeakRef] = field(default_factory=list)
 
-    def of(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, new if it was not seen yet."""
+    def of(self, tensor: Tensor, made_by: int | None = None) -> int:
+        """The number of a tensor's storage, which ``made_by`` has made if it was not seen yet."""
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage._cdata)
-        return self.add(tensor, None) if number is None else number
-
-    def add(self, tensor: Tensor, made_by: int | None) -> int:
-        """A new storage; its address may be that of one that is gone."""
-        storage = tensor.untyped_storage()
+        if (known := self._numbers.get(storage._cdata)) is not None:
+            return known
         number = self._numbers[storage._cdata] = len(self.sizes)
+        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self.sizes.append(storage.nbytes())
         self.made_by.append(made_by)
         return number
@@ -104,7 +106,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: all storages.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], inputs: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Recorded] = []
         self.saved: dict[int, int] = {}
@@ -114,6 +116,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages = Storages()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.storages.parameters.setdefault(self.storages.of(tensor), name)
+        self.storages.given.update(self.storages.of(tensor) for tensor in _tensors(inputs))
         self._names: Mapping[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self._places = {module: place for place, module in enumerate(blocks)}
         self._modules: list[str] = []
@@ -147,13 +150,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         numbers = tuple([self.storages.of(tensor) for tensor in read])
         self.storages.differentiable.update(n for n, one in zip(numbers, read, strict=True) if one.requires_grad)
-        there = {tensor.untyped_storage()._cdata for tensor in read}
-        made = tuple(
-            [
-                self.storages.of(one) if one.untyped_storage()._cdata in there else self.storages.add(one, len(self.calls))
-                for one in written
-            ]
-        )
+        made = tuple([self.storages.of(one, made_by=len(self.calls)) for one in written])
         for tensor in written:
             self._ledger.enter(tensor, "trace")
         self._note(func, name, args, out, (read, written), (numbers, made), (before, sequence))

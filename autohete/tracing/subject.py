@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from autohete.errors import InputError, suggestion
 
-#: Vocabulary, labels and the like are not looked at, but ids have to be in range of what real tensors would be.
-_CLASSES = ("CausalLM", "Seq2SeqLM", "ImageClassification", "MaskedLM", "SpeechSeq2Seq", "CTC", "PreTraining", "")
+#: Automatic classes of ``transformers``, of which the first that has a model is its usual training; without a name, the base.
+_CLASSES = ("MaskedLM", "CausalLM", "ImageClassification", "CTC", "PreTraining", "")
+_ENCODER_DECODERS = ("Seq2SeqLM", "SpeechSeq2Seq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Subject:
 
 
 def built(spec: str, sequence_length: int, kernels: str) -> Subject:
-    """Build the subject, inside of a mode whose tensors have no values.
+    """Build the subject, without memory for its parameters.
 
     Args:
         spec: ``FILE.py:FUNCTION``; a ``config.json`` or its folder; or ``NAME[:key=value,...]``: a model type or class of
@@ -76,11 +78,12 @@ def _of_file(path: Path, function: str, sequence_length: int) -> Subject:
     wanted = inspect.signature(build).parameters
     given = {"sequence_length": sequence_length} if "sequence_length" in wanted else {}
     try:
-        result = build(**given)
+        with torch.device("meta"):
+            result = build(**given)
     except Exception as error:
         raise InputError(
             f"{function} of {str(path)!r} fails: {type(error).__name__}: {error}; it is called without arguments (but "
-            "sequence_length, if it has such a parameter) while tensors have no values, so it must not load weights"
+            "sequence_length, if it has such a parameter) on the device meta, where tensors have no values"
         ) from error
     module, inputs, loss = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
     if not isinstance(module, nn.Module):
@@ -102,6 +105,26 @@ def _enlarging(example: Any, sequence_length: int) -> Callable[[int], dict[str, 
     if example is None:
         return lambda batch: torch.zeros(batch, sequence_length, dtype=torch.int64)
     raise InputError(f"the inputs are {type(example).__name__}: give a tensor, or a dict of the module's arguments by name")
+
+
+def without_values(module: nn.Module) -> None:
+    """Replace all tensors of a module by ones of the CPU; to be called where these have no values."""
+    made: dict[int, Any] = {}
+
+    def empty(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(new)] = tensor  # keeps the number of its address taken
+        found: Tensor = made[id(tensor)]
+        return found
+
+    for part in module.modules():
+        places: list[dict[str, Any]] = [vars(part), part._parameters, part._buffers]  # type: ignore[list-item]
+        for attributes in places:
+            for name, value in attributes.items():
+                if isinstance(value, Tensor):
+                    attributes[name] = empty(value)
 
 
 def _sized(value: Any, batch: int) -> Any:
@@ -126,6 +149,9 @@ def _of_transformers(spec: str, sequence_length: int, kernels: str) -> Subject:
     attention = "eager" if kernels == "eager" else "sdpa"
     cls = wanted or _class_of(config, transformers)
     config.use_cache = False
+    for key in ("decoder_start_token_id", "pad_token_id") if getattr(config, "is_encoder_decoder", False) else ():
+        if getattr(config, key, None) is None:  # which labels become decoder's inputs with
+            setattr(config, key, 0)
     module = _made(cls, config, attention, name)
     module.train()
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
@@ -139,7 +165,7 @@ def _configured(spec: str, transformers: Any) -> tuple[str, Any, Any]:
     if path.suffix == ".json" or path.is_dir():
         return _read(path / "config.json" if path.is_dir() else path, transformers)
     name, _, rest = spec.partition(":")
-    keys = dict(_key_value(item, spec) for item in rest.split(",") if item)
+    keys = dict(_key_value(item, spec) for item in re.split(r",(?![^\[]*\])", rest) if item)
     if name in transformers.CONFIG_MAPPING:
         return name, _config(transformers.CONFIG_MAPPING[name], keys, spec), None
     cls = getattr(transformers, name, None)
@@ -186,7 +212,8 @@ def _key_value(item: str, spec: str) -> tuple[str, Any]:
 
 def _class_of(config: Any, transformers: Any) -> Any:
     """The class of a model for its usual training: the first of some automatic classes that has one."""
-    for kind in _CLASSES:
+    first = _ENCODER_DECODERS if getattr(config, "is_encoder_decoder", False) else ()
+    for kind in (*first, *_CLASSES):
         auto = getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
@@ -197,7 +224,8 @@ def _class_of(config: Any, transformers: Any) -> Any:
 def _made(cls: Any, config: Any, attention: str, name: str) -> nn.Module:
     for implementation in dict.fromkeys((attention, "eager")):  # some have no fused attention
         try:
-            module: nn.Module = cls._from_config(config, attn_implementation=implementation)
+            with torch.device("meta"):
+                module: nn.Module = cls._from_config(config, attn_implementation=implementation)
             return module
         except (ValueError, ImportError) as error:
             if implementation == "eager" or ("attn_implementation" not in str(error) and "attention" not in str(error)):

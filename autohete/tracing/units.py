@@ -158,9 +158,7 @@ class Units:
 
     def _given_bytes(self) -> int:
         """What the caller gives, such as token ids."""
-        storages = self.storages
-        given = (n for n in self._used if storages.made_by[n] is None and n not in storages.parameters)
-        return sum(storages.sizes[number] for number in given)
+        return self._size(self.storages.given)
 
     def _kept(self, unit: int) -> list[int]:
         """What the unit saves for backward besides what it receives and hands on, in the order of saving."""
