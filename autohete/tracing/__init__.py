@@ -20,11 +20,11 @@ from autohete.errors import AutoHeteError, InputError
 from autohete.runtime.blocks import blocks_of
 from autohete.runtime.precision import DTYPES
 from autohete.tracing.batches import merged, shortened, shortened_loss
-from autohete.tracing.on_cuda import as_on_cuda
+from autohete.tracing.on_cuda import as_on_cuda, is_attention
 from autohete.tracing.recording import Recording, run_loss
 from autohete.tracing.subject import Subject, built, without_values
 from autohete.tracing.units import Units, cut_at_blocks
-from autohete.workload import Precision
+from autohete.workload import Kernels, Precision
 from autohete.workload.table import ModelTable, table_of
 
 #: Batches that show how sizes grow. Of one sample, some operations are other ones.
@@ -56,13 +56,12 @@ def trace(
     """
     with _default_type(DTYPES[precision]):
         subject = built(spec, sequence_length, kernels)
-        return trace_subject(subject, kernels=kernels, batch_size=batch_size, blocks=blocks)
+        return trace_subject(subject, batch_size=batch_size, blocks=blocks)
 
 
 def trace_subject(
     subject: Subject,
     *,
-    kernels: str = "eager_flash",
     batch_size: int = 8,
     blocks: str | Sequence[str] | None = None,
 ) -> ModelTable:
@@ -81,12 +80,13 @@ def trace_subject(
         if unit not in kinds:
             kinds.append(unit)
         places.append(kinds.index(unit))
+    fused = any(is_attention(row["kernel"]) for kind in kinds for row in kind["forward"])
     return table_of(
         {
             "name": subject.name,
             "source": subject.source,
-            "precision": str(_precision(subject.module)),
-            "kernels": kernels,
+            "precision": _precision(subject.module),
+            "kernels": Kernels.EAGER_FLASH if fused else Kernels.EAGER,
             "batch_sizes": batches,
             **document,
             "loss": shortened_loss(document["loss"]),

@@ -120,7 +120,7 @@ def without_values(module: nn.Module) -> None:
         return found
 
     for part in module.modules():
-        places: list[dict[str, Any]] = [vars(part), part._parameters, part._buffers]  # type: ignore[list-item]
+        places: list[dict[str, Any]] = [vars(part), part._parameters, part._buffers]
         for attributes in places:
             for name, value in attributes.items():
                 if isinstance(value, Tensor):
@@ -155,8 +155,8 @@ def _of_transformers(spec: str, sequence_length: int, kernels: str) -> Subject:
     module = _made(cls, config, attention, name)
     module.train()
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
-    inputs = _inputs(module, config, sequence_length)
-    return Subject(name, f"{type(module).__name__} of {versions}, attention {attention}", module, inputs)
+    inputs, used = _inputs(module, config, sequence_length), getattr(config, "_attn_implementation", attention)
+    return Subject(name, f"{type(module).__name__} of {versions}, attention {used}", module, inputs)
 
 
 def _configured(spec: str, transformers: Any) -> tuple[str, Any, Any]:

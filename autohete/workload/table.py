@@ -15,9 +15,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.files import write_text
 from autohete.hashing import Hashed, hashed_once
+from autohete.workload import Kernels, Precision
 
 FORMAT = "autohete-table 1"
 #: Above this a size is a mistake.
@@ -164,7 +165,7 @@ class ModelTable(Hashed):
         name: of the model.
         source: what was traced, with versions.
         precision: in which it was traced.
-        kernels: ``eager`` or ``eager_flash``: whether attention is a fused kernel.
+        kernels: ``eager_flash`` if it has fused attention, otherwise ``eager``.
         sequence_length: tokens of a sample; 1 if samples have none.
         batch_sizes: those that were traced. Of one, the sizes hold for this one only.
         width: last dimension of what the first block receives.
@@ -179,8 +180,8 @@ class ModelTable(Hashed):
 
     name: str
     source: str
-    precision: str
-    kernels: str
+    precision: Precision
+    kernels: Kernels
     sequence_length: int
     batch_sizes: tuple[int, ...]
     width: int
@@ -192,6 +193,7 @@ class ModelTable(Hashed):
     loss: TracedLoss
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if len(self.units) < 3:
             raise InputError(f"units has {len(self.units)} entries: a model has at least one block between its ends")
         if wrong := [kind for kind in self.units if not 0 <= kind < len(self.kinds)]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autohete.errors import InputError
 from autohete.hashing import hashed_once
-from autohete.workload import Kernels, Precision, Workload
+from autohete.workload import Workload
 from autohete.workload.model import Product
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.table import ModelTable, TracedKernel
@@ -40,7 +40,7 @@ class TracedWorkload(Workload):
                 f"{self.training}: a traced model is trained as it was traced; add adapters to the module, or freeze its "
                 "parameters, and trace it again"
             )
-        if self.precision.element_bytes != Precision(table.precision).element_bytes:
+        if self.precision.element_bytes != table.precision.element_bytes:
             raise InputError(f"precision is {self.precision}, but {table.name} was traced in {table.precision}: trace it again")
         if len(table.batch_sizes) == 1 and self.batch_size != table.batch_sizes[0]:
             raise InputError(
@@ -88,7 +88,7 @@ class TracedWorkload(Workload):
 def traced_workload(table: ModelTable) -> TracedWorkload:
     """The workload of a table, with the default batch, or the one that was traced if it holds for that one only."""
     batch = {"batch_size": table.batch_sizes[0]} if len(table.batch_sizes) == 1 else {}
-    given = _fixed(table) | batch | {"precision": Precision(table.precision)}
+    given = _fixed(table) | batch | {"precision": table.precision}
     return TracedWorkload(name=table.name, table=table, **given)  # type: ignore[arg-type]
 
 
@@ -117,6 +117,6 @@ def _fixed(table: ModelTable) -> dict[str, object]:
         "vocabulary_size": table.outputs,
         "sequence_length": table.sequence_length,
         "tied_embeddings": table.tied,
-        "kernels": Kernels(table.kernels),
+        "kernels": table.kernels,
         **same,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,6 @@ from support.command import autohete, refused
 from support.traced import simulated, table_of_model
 
 from autohete import tracing
-from autohete.cli import runtime
 from autohete.errors import InputError
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
@@ -216,7 +216,7 @@ def test_an_unknown_module_is_refused(tmp_path: Path) -> None:
 
 def test_tracing_without_torch_is_refused(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the package to install; a table is read without."""
-    monkeypatch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "tracing a module needs torch" in refused("simulate", "--module", f"{module}:build", "--sequence-length", "17")
 
 

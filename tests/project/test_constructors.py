@@ -26,7 +26,7 @@ from autohete.train.gpt import GPT
 from autohete.train.trainer import Trainer
 
 #: Made by the package alone, from members.
-RESULTS = {"Gain", "Move", "Recomputation", "Resting", "Summary", "UnitSizes"}
+RESULTS = {"Gain", "Move", "Recomputation", "Resting", "Summary", "TracedWorkload", "UnitSizes"}
 
 
 def is_named_tuple(value: type) -> bool:

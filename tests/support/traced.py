@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
 from autohete.simulate import Simulation, simulate
-from autohete.tracing import Subject, trace_subject
+from autohete.tracing import trace_subject
+from autohete.tracing.subject import Subject
+from autohete.workload import Workload
 from autohete.workload.table import ModelTable
-from autohete.workload.traced import TracedWorkload
 from support.counting import counting
 
 BATCH = 4
@@ -172,6 +173,6 @@ def loss_of(out: Tensor, given: Tensor) -> Tensor:
     return out.square().mean() if given.is_floating_point() else functional.cross_entropy(out.flatten(0, 1), given.flatten())
 
 
-def simulated(workload: TracedWorkload, policy: str) -> Simulation:
+def simulated(workload: Workload, policy: str) -> Simulation:
     """Simulate on an A100."""
     return simulate(workload, load_hardware("a100-40gb-epyc7713"), parse_policy(policy))
