@@ -31,7 +31,8 @@ class TracedRoofline(Rates):
         input_bytes = unit.input_bytes.at(batch)
         kept = max(sum(one.bytes.at(batch) for one in unit.saved) - unit.unsaved_input_bytes.at(batch), 0)
         saved = within(tuple(self._saved(unit)), kept) if w.is_inner(number) else ()
-        beside = 0 if number else w.table.beside_bytes.at(batch)
+        shared = w.table.beside_bytes.at(batch) + largest(w.table.beside_gradient_bytes, batch)
+        beside = 0 if number else shared
         update, states = self._update(number, parameters - frozen)
         return UnitProfile(
             role=w.role(number),

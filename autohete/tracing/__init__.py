@@ -19,7 +19,7 @@ from torch.nn import functional
 from autohete.errors import AutoHeteError, InputError
 from autohete.runtime.blocks import blocks_of
 from autohete.runtime.precision import DTYPES
-from autohete.tracing.batches import merged, shortened, shortened_loss
+from autohete.tracing.batches import merged, peaks, shortened, shortened_loss
 from autohete.tracing.on_cuda import as_on_cuda, is_attention
 from autohete.tracing.recording import Recording, run_loss
 from autohete.tracing.subject import Subject, built, without_values
@@ -89,6 +89,7 @@ def trace_subject(
             "kernels": Kernels.EAGER_FLASH if fused else Kernels.EAGER,
             "batch_sizes": batches,
             **document,
+            "beside_gradient_bytes": peaks(document["beside_gradient_bytes"]),
             "loss": shortened_loss(document["loss"]),
             "units": places,
             "kinds": [shortened(kind) for kind in kinds],
@@ -130,6 +131,7 @@ def _traced(subject: Subject, blocks: list[nn.Module], batch: int) -> dict[str, 
         "sequence_length": _tokens(inputs),
         "tied": units.tied,
         "beside_bytes": units.beside_bytes,
+        "beside_gradient_bytes": units.beside_gradient_bytes,
         "units": [units.unit(unit) for unit in range(units.count)],
         "loss": units.loss(),
     }

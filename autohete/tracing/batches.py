@@ -46,16 +46,16 @@ def shortened(unit: dict[str, Any]) -> dict[str, Any]:
         one | {"again": None if one["again"] is None else sorted(Counter(places[row] for row in one["again"]).items())}
         for one in unit["saved"]
     ]
-    peaks = {name: _peaks(unit[name]) for name in ("forward_workspace_bytes", "backward_workspace_bytes")}
-    return unit | {"forward": forward, "backward": _counted(unit["backward"])[0], "saved": saved, **peaks}
+    largest = {name: peaks(unit[name]) for name in ("forward_workspace_bytes", "backward_workspace_bytes")}
+    return unit | {"forward": forward, "backward": _counted(unit["backward"])[0], "saved": saved, **largest}
 
 
 def shortened_loss(loss: dict[str, Any]) -> dict[str, Any]:
     """The same of a loss."""
-    return loss | {"kernels": _counted(loss["kernels"])[0], "workspace_bytes": _peaks(loss["workspace_bytes"])}
+    return loss | {"kernels": _counted(loss["kernels"])[0], "workspace_bytes": peaks(loss["workspace_bytes"])}
 
 
-def _peaks(sizes: Sequence[Any]) -> list[Any]:
+def peaks(sizes: Sequence[Any]) -> list[Any]:
     """Those of some sizes that may be the largest for some batch; none if nothing is alive."""
     grown = {(size, 0) if type(size) is int else (sum(size), size[1]) for size in sizes} | {(0, 0)}  # from that of one sample
     largest = {p for p in grown if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in grown)}

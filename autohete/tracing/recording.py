@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,19 +70,20 @@ class Storages:
     Attributes:
         sizes: bytes of each.
         made_by: the operation that made each, by index; None: it was there before.
-        differentiable: those that gradients flow into.
         parameters: names of those that are parameters or buffers.
         given: those of the inputs.
+        ended: the number of operations when each was freed, of those that were.
+        now: the number of operations so far.
     """
 
     sizes: list[int] = field(default_factory=list)
     made_by: list[int | None] = field(default_factory=list)
-    differentiable: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
+    ended: dict[int, int] = field(default_factory=dict)
+    now: int = 0
     _numbers: dict[int, int] = field(default_factory=dict)
-    #: As long as these are held, no address is used again.
-    _held: list[StorageWeakRef] = field(default_factory=list)
+    _alive: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
 
     def of(self, tensor: Tensor, made_by: int | None = None) -> int:
         """The number of a tensor's storage, which ``made_by`` has made if it was not seen yet."""
@@ -89,10 +91,16 @@ class Storages:
         if (known := self._numbers.get(storage._cdata)) is not None:
             return known
         number = self._numbers[storage._cdata] = len(self.sizes)
-        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        self._alive[number] = weakref.ref(storage, partial(self._end, number, storage._cdata))
         self.sizes.append(storage.nbytes())
         self.made_by.append(made_by)
         return number
+
+    def _end(self, number: int, address: int, _: object) -> None:
+        """Note that a storage was freed. Its address may be that of another one now."""
+        self.ended[number] = self.now
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,7 +157,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read, written = _tensors((args, kwargs)), _tensors(out)
         name = func._schema.name.partition("::")[2]
         numbers = tuple([self.storages.of(tensor) for tensor in read])
-        self.storages.differentiable.update(n for n, one in zip(numbers, read, strict=True) if one.requires_grad)
         made = tuple([self.storages.of(one, made_by=len(self.calls)) for one in written])
         for tensor in written:
             self._ledger.enter(tensor, "trace")
@@ -193,6 +200,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._ledger.used_bytes,
             )
         )
+        self.storages.now = len(self.calls)
 
     @property
     def _module(self) -> str:

@@ -151,10 +151,25 @@ class Units:
 
     @property
     def beside_bytes(self) -> int:
-        """What more than the next unit uses, with its gradient if it has one."""
-        sizes, differentiable = self.storages.sizes, self.storages.differentiable
-        beside = [number for number in self._used if self._is_beside(number)]
-        return sum(sizes[number] * (2 if number in differentiable else 1) for number in beside)
+        """What more than the next unit uses."""
+        return self._size(number for number in self._used if self._is_beside(number))
+
+    @property
+    def beside_gradient_bytes(self) -> list[int]:
+        """What is alive of gradients before the backward of each unit, besides those of parameters and of the unit's result."""
+        calls, storages = self.cut.recording.calls, self.storages
+        ours = {storages.of(one.grad) for some in self._owned.values() for _, one in some if one.grad is not None}
+        made = [
+            (number, maker)
+            for number, maker in enumerate(storages.made_by)
+            if maker is not None and calls[maker].backward and number not in ours
+        ]
+        found, shared = [], self._shared_bytes()
+        for unit in range(self.count - 1):
+            first = self._backward[unit][0] if self._backward[unit] else len(calls)
+            alive = (number for number, maker in made if maker < first < storages.ended.get(number, 0) < len(calls))
+            found.append(self._size(alive) - self._size(self._handed(unit + 1)) - shared)
+        return found
 
     def _given_bytes(self) -> int:
         """What the caller gives, such as token ids."""
@@ -200,9 +215,13 @@ class Units:
                 gradients[maker] = gradients.get(maker, 0) + gradient.nbytes
         less = self._size(self._handed(unit))
         if unit == self.count - 1:  # the first part of the gradient of what it shares with the first unit
-            first = (one for _, one in self._owned[0] if unit in self._used.get(self.storages.of(one), ()))
-            less += sum(one.nbytes for one in first)
+            less += self._shared_bytes()
         return forward, self._alive(self._backward[unit], gradients, less)
+
+    def _shared_bytes(self) -> int:
+        """Parameters of the first unit that the last one uses, too: their gradients begin with its backward."""
+        last = self.count - 1
+        return sum(one.nbytes for _, one in self._owned[0] if last in self._used.get(self.storages.of(one), ()))
 
     # --- rows -----------------------------------------------------------------------------------------------------
 

@@ -171,8 +171,9 @@ class ModelTable(Hashed):
         width: last dimension of what the first block receives.
         outputs: last dimension of the prediction, such as the vocabulary.
         tied: a matrix of the first unit is also used by a later one.
-        beside_bytes: what several units use, such as masks, the result of an encoder, or skip connections, with gradients. It
-            stays on the GPU from the first forward to the last backward.
+        beside_bytes: what several units use, such as masks, the result of an encoder, or skip connections. It stays on the GPU
+            from the first forward to the last backward.
+        beside_gradient_bytes: its gradients: the largest of these sizes.
         kinds: units that differ.
         units: the kind of each unit: what is before the first block, the blocks, what is after the last one.
         loss: its loss.
@@ -188,6 +189,7 @@ class ModelTable(Hashed):
     outputs: int
     tied: bool
     beside_bytes: Size
+    beside_gradient_bytes: tuple[Size, ...]
     kinds: tuple[TracedUnit, ...]
     units: tuple[int, ...]
     loss: TracedLoss

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from autohete.hardware import load_hardware
 from autohete.policies import parse_policy
+from autohete.runtime.blocks import blocks_of
 from autohete.simulate import Simulation, simulate
 from autohete.tracing import trace_subject
 from autohete.tracing.subject import Subject
@@ -156,16 +159,23 @@ def table_of_model(name: str) -> ModelTable:
     return trace_subject(Subject(name, "a test", made(), inputs))
 
 
-def run_for_real(name: str) -> tuple[int, int]:
-    """FLOPs of the products of a forward of one of :data:`MODELS`, and the most bytes alive in forward, loss and backward."""
+def forward_flops(name: str) -> int:
+    """FLOPs of the products of a forward of one of :data:`MODELS`, as PyTorch counts them."""
+    made, inputs = MODELS[name]
+    with FlopCounterMode(display=False) as flops:
+        made()(inputs(BATCH))
+    return int(flops.get_total_flops())
+
+
+def real_peak_bytes(name: str, *, recomputing: bool = False) -> int:
+    """The most bytes alive in forward, loss and backward of one of :data:`MODELS`, besides its parameters."""
     made, inputs = MODELS[name]
     model, given = made(), inputs(BATCH)
-    with FlopCounterMode(display=False) as flops:
-        model(given)
-    model = made()
+    for block in blocks_of(model) if recomputing else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     with counting() as counter:
         loss_of(model(given), given).backward()  # type: ignore[no-untyped-call]
-    return flops.get_total_flops(), counter.peak_bytes
+    return counter.peak_bytes
 
 
 def loss_of(out: Tensor, given: Tensor) -> Tensor:
