@@ -185,7 +185,7 @@ def _teaching(name: str, inputs: Any) -> Iterator[None]:
     except (ValueNeeded, DynamicOutputShapeException) as error:
         raise InputError(
             f"the forward of {name} depends on values ({error}), and a trace has none: replace what reads them (.item(), "
-            "nonzero, boolean indexing), or measure the model with `autohete.train`"
+            "nonzero, boolean indexing); a Trainer measures the model with values instead"
         ) from error
     except Exception as error:
         some = inputs.items() if isinstance(inputs, dict) else [("input", inputs)]

@@ -38,10 +38,12 @@ class Cut:
         """The unit that runs a forward operation."""
         return bisect_right(self.starts, call)
 
-    def calls(self, unit: int, *, backward: bool) -> list[int]:
-        """The operations of a unit in one direction, by index."""
-        calls = self.recording.calls
-        return [i for i, call in enumerate(calls) if call.backward is backward and self.unit_of(call.origin) == unit]
+    def calls(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The operations of each unit and of the loss, forward and backward, by index."""
+        forward, backward = ([list[int]() for _ in range(self.loss + 1)] for _ in range(2))
+        for i, call in enumerate(self.recording.calls):
+            (backward if call.backward else forward)[self.unit_of(call.origin)].append(i)
+        return forward, backward
 
 
 def cut_at_blocks(recording: Recording, prediction: int, blocks: Sequence[nn.Module]) -> Cut:
@@ -77,12 +79,15 @@ class Units:
         self.cut, self.storages = cut, cut.recording.storages
         self.blocks = [blocks[place] for place, _ in cut.recording.entered]
         self.count = cut.loss
-        self._forward = [cut.calls(unit, backward=False) for unit in range(self.count + 1)]
-        self._backward = [cut.calls(unit, backward=True) for unit in range(self.count + 1)]
+        self._forward, self._backward = cut.calls()
         self._used = self._uses()
         self._names = {module: name for name, module in model.named_modules()}
         self._owned = self._owners(model)
         self._from_parameters = self._constants()
+        #: What each unit, and the loss, receives from the one before it, and no later one uses; and what later ones do.
+        self._handed: list[set[int]] = [set() for _ in range(self.count + 1)]
+        self._beside: list[set[int]] = [set() for _ in range(self.count + 1)]
+        self._sort()
 
     # --- who uses what --------------------------------------------------------------------------------------------
 
@@ -117,6 +122,8 @@ class Units:
         for name, parameter in model.named_parameters():
             users = sorted(self._used.get(self.storages.of(parameter), set()))
             last = self.count - 1
+            if id(parameter) in inside and set(users) - {inside[id(parameter)]}:
+                raise InputError(f"{name} is also used outside of its block: only the first unit can share parameters; copy it")
             unit = inside.get(id(parameter), last if not users else 0 if len(users) > 1 else min(users[0], last))
             prefix = self._name(unit)
             owned[unit].append((name.removeprefix(prefix + ".") if prefix else name, parameter))
@@ -141,18 +148,18 @@ class Units:
 
     # --- sizes ----------------------------------------------------------------------------------------------------
 
-    def _handed(self, unit: int) -> set[int]:
-        """What the unit receives from the one before it, and no other uses."""
-        return {n for n, users in self._used.items() if unit and max(users) == unit and self.maker(n) == unit - 1}
-
-    def _is_beside(self, number: int) -> bool:
-        maker, users = self.maker(number), self._used[number]
-        return maker is not None and number not in self._from_parameters and max(users) > maker + 1
+    def _sort(self) -> None:
+        for number, users in self._used.items():
+            maker, last = self.maker(number), max(users)
+            if maker is not None and last == maker + 1:
+                self._handed[last].add(number)
+            elif maker is not None and last > maker and number not in self._from_parameters:
+                self._beside[maker].add(number)
 
     @property
     def beside_bytes(self) -> int:
         """What more than the next unit uses."""
-        return self._size(number for number in self._used if self._is_beside(number))
+        return self._size(number for some in self._beside for number in some)
 
     @property
     def beside_gradient_bytes(self) -> list[int]:
@@ -168,7 +175,7 @@ class Units:
         for unit in range(self.count - 1):
             first = self._backward[unit][0] if self._backward[unit] else len(calls)
             alive = (number for number, maker in made if maker < first < storages.ended.get(number, 0) < len(calls))
-            found.append(self._size(alive) - self._size(self._handed(unit + 1)) - shared)
+            found.append(self._size(alive) - self._size(self._handed[unit + 1]) - shared)
         return found
 
     def _given_bytes(self) -> int:
@@ -177,12 +184,9 @@ class Units:
 
     def _kept(self, unit: int) -> list[int]:
         """What the unit saves for backward besides what it receives and hands on, in the order of saving."""
-        handed = self._handed(unit) | (self._handed(unit + 1) if unit + 1 < self.count else set())
-        made = [
-            n for n, call in self.cut.recording.saved.items() if self.maker(n) is not None and self.cut.unit_of(call) == unit
-        ]
-        kept = (n for n in made if n not in handed and not self._is_beside(n) and self.maker(n) == unit)
-        return [number for number in kept if number != self.cut.prediction]
+        apart = self._handed[unit + 1] | self._beside[unit] | {self.cut.prediction}
+        saved = ((n, self.cut.unit_of(call)) for n, call in self.cut.recording.saved.items())
+        return [n for n, by in saved if by == unit and self.maker(n) == unit and n not in apart]
 
     def _alive(self, calls: Sequence[int], apart: Mapping[int, int], less: int) -> list[int]:
         """Bytes alive after each of some operations, above those at their start, without some.
@@ -205,15 +209,14 @@ class Units:
         """Temporaries after each operation of both passes: without what forward keeps and hands on, and without the gradients
         that backward makes.
         """
-        made = [n for n in self._used if self.maker(n) == unit and self._is_beside(n)]
-        out = self._handed(unit + 1) if unit + 1 < self.count else {self.cut.prediction}
-        forward = self._alive(self._forward[unit], {}, self._size({*kept, *out, *made}))
+        out = self._handed[unit + 1] if unit + 1 < self.count else {self.cut.prediction}
+        forward = self._alive(self._forward[unit], {}, self._size({*kept, *out, *self._beside[unit]}))
         gradients: dict[int, int] = {}
         for gradient in (one.grad for _, one in self._owned[unit] if one.grad is not None):
             maker = self.storages.made_by[self.storages.of(gradient)]
             if maker is not None:
                 gradients[maker] = gradients.get(maker, 0) + gradient.nbytes
-        less = self._size(self._handed(unit))
+        less = self._size(self._handed[unit])
         if unit == self.count - 1:  # the first part of the gradient of what it shares with the first unit
             less += self._shared_bytes()
         return forward, self._alive(self._backward[unit], gradients, less)
@@ -238,8 +241,8 @@ class Units:
             "forward": forward,
             "backward": backward,
             "saved": self._saved(unit, kept, row_of),
-            "input_bytes": self._size(self._handed(unit)) if unit else self._given_bytes(),
-            "unsaved_input_bytes": self._size(self._handed(unit).difference(self.cut.recording.saved)),
+            "input_bytes": self._size(self._handed[unit]) if unit else self._given_bytes(),
+            "unsaved_input_bytes": self._size(self._handed[unit].difference(self.cut.recording.saved)),
             "forward_workspace_bytes": workspaces[0],
             "backward_workspace_bytes": workspaces[1],
         }
