@@ -21,7 +21,7 @@ from autohete.cli.presets import presets
 from autohete.cli.profile import profile
 from autohete.cli.simulate import simulate
 from autohete.cli.sweep import sweep
-from autohete.cli.trace import trace
+from autohete.cli.trace_module import trace
 from autohete.cli.train import train
 from autohete.errors import AutoHeteError
 

@@ -250,7 +250,7 @@ class Question:
         return self.shape.workload(self.workload, self.model)
 
     def _of_module(self, module: str) -> Workload:
-        from autohete.cli.trace import traced
+        from autohete.cli.trace_module import traced
 
         shape = self.shape
         precision = None if shape.precision in (None, "fp8") else Precision(shape.precision)

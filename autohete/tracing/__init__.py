@@ -23,7 +23,7 @@ from autohete.tracing.batches import merged, peaks, shortened, shortened_loss
 from autohete.tracing.on_cuda import as_on_cuda, is_attention
 from autohete.tracing.recording import Recording, run_loss
 from autohete.tracing.subject import Subject, built, without_values
-from autohete.tracing.units import Units, cut_at_blocks
+from autohete.tracing.unit_rows import UnitRows, cut_at_blocks
 from autohete.workload import Kernels, Precision
 from autohete.workload.table import ModelTable, table_of
 
@@ -124,7 +124,7 @@ def _traced(subject: Subject, blocks: list[nn.Module], batch: int) -> dict[str, 
     subject.module.zero_grad(set_to_none=True)
     with _teaching(subject.name, inputs):
         prediction = run_loss(recording, forward)
-    units = Units(cut_at_blocks(recording, prediction, blocks), subject.module, blocks)
+    units = UnitRows(cut_at_blocks(recording, prediction, blocks), subject.module, blocks)
     return {
         "width": recording.width,
         "outputs": outputs,

@@ -25,13 +25,13 @@ def groups_of(
         constants: storages that depend on parameters alone.
         inside: the operations of the unit.
     """
-    search = _Search(kept, recording, constants, inside)
+    search = _Slices(kept, recording, constants, inside)
     for number in sorted(kept, key=lambda number: recording.storages.made_by[number] or 0):
         search.take(number)
     return search.groups()
 
 
-class _Search:
+class _Slices:
     def __init__(self, kept: Sequence[int], recording: Recording, constants: Collection[int], inside: Collection[int]) -> None:
         self._kept, self._recording, self._constants, self._inside = set(kept), recording, constants, inside
         self._writers: dict[int, list[int]] = {}

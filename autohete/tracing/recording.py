@@ -32,7 +32,7 @@ from autohete.tracing.on_cuda import (
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedCall:
     """One operation.
 
     Args:
@@ -116,7 +116,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], inputs: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Recorded] = []
+        self.calls: list[RecordedCall] = []
         self.saved: dict[int, int] = {}
         self.entered: list[tuple[int, int]] = []
         self.ended = 0
@@ -183,7 +183,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts = [elements(tensor) for tensor in moved]
         mutated = tuple([self.storages.of(one) for one in _mutated(func, args)])
         self.calls.append(
-            Recorded(
+            RecordedCall(
                 name,
                 module,
                 origin,

@@ -12,7 +12,7 @@ from torch import nn
 
 from autohete.errors import InputError
 from autohete.tracing.again import groups_of
-from autohete.tracing.recording import Recorded, Recording
+from autohete.tracing.recording import RecordedCall, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def cut_at_blocks(recording: Recording, prediction: int, blocks: Sequence[nn.Mod
     return Cut(recording, (*(start for _, start in recording.entered), head, loss), prediction)
 
 
-class Units:
+class UnitRows:
     """The rows of each unit of a cut recording.
 
     Args:
@@ -284,7 +284,7 @@ def _within(module: str, prefix: str) -> str:
     return module.removeprefix(prefix).removeprefix(".") if prefix else module
 
 
-def _row(call: Recorded, prefix: str) -> dict[str, Any]:
+def _row(call: RecordedCall, prefix: str) -> dict[str, Any]:
     """The JSON object of a :class:`~autohete.workload.table.TracedKernel`, without what is as by default."""
     row = {
         "launches": call.launches if call.launches != 1 else None,
