@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autohete.answer.result import NOISE
@@ -54,10 +55,11 @@ def best_batches(
         )
     most = int(math.log2(sequences))
     shapes = [(2**power, 2 ** (most - power) if micro_batches is None else micro_batches) for power in range(most + 1)]
-    calls = [
-        _Rate(replace(workload, batch_size=batch, micro_batches=times), hardware, tuple(names), micro_batches is None)
-        for batch, times in shapes
-    ]
+    calls = []
+    for batch, times in shapes:
+        with suppress(InputError):  # a traced model may have one batch only
+            changed = replace(workload, batch_size=batch, micro_batches=times)
+            calls.append(_Rate(changed, hardware, tuple(names), micro_batches is None))
     rates: list[_Found] = [found for found in run("batches", calls) if found is not None and found.best]
     if not rates:
         return None

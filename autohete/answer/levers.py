@@ -80,7 +80,7 @@ def levers(workload: Workload) -> list[Lever]:
 
 def _all(workload: Workload) -> Iterator[Lever]:
     batch, times = workload.batch_size, workload.micro_batches
-    if replace(workload, chunked_loss=True).loss_tokens < workload.loss_tokens:
+    if _chunked(workload):
         yield Lever("chunked loss", Group.LOSS, True, {"chunked_loss": True}, {})
     if workload.kernels is Kernels.FUSED:
         yield Lever("lean kernels", Group.KERNELS, True, {"kernels": Kernels.LEAN}, {})
@@ -120,6 +120,13 @@ def _all(workload: Workload) -> Iterator[Lever]:
     if workload.training.lora is None and workload.training.last_blocks is None:
         yield Lever(LORA, Group.ADAPTERS, False, {}, {"lora": Lora(_RANK)})
         yield Lever(QLORA, Group.ADAPTERS, False, {}, {"lora": Lora(_RANK, quantised=True)})
+
+
+def _chunked(workload: Workload) -> bool:
+    """Whether chunks would make the logits smaller."""
+    with suppress(InputError):  # a traced model has a loss of its own
+        return replace(workload, chunked_loss=True).loss_tokens < workload.loss_tokens
+    return False
 
 
 def pull(workload: Workload, pulled: Sequence[Lever]) -> Change | None:

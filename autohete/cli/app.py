@@ -25,6 +25,7 @@ from autohete.cli.profile import profile
 from autohete.cli.schemas import schema
 from autohete.cli.simulate import simulate
 from autohete.cli.sweep import sweep
+from autohete.cli.trace_module import trace
 from autohete.cli.train import train
 from autohete.errors import AutoHeteError
 
@@ -34,7 +35,7 @@ app = App(
     help_format="markdown",
     group_parameters=OTHERS,
 )
-for _command in (simulate, sweep, compare, train, profile, plan, largest, presets, hardware, schema):
+for _command in (simulate, sweep, compare, train, profile, trace, plan, largest, presets, hardware, schema):
     _name = _command.name[0] if isinstance(_command, App) else _command.__name__
     _epilogue = "Examples:\n\n" + "\n\n".join(f"`autohete {_name} {example}`" for example in EXAMPLES[_name])
     if isinstance(_command, App):

@@ -37,6 +37,11 @@ EXAMPLES = {
         "machine.json --gpu-memory 64MiB --quick",
         "machine.json --device cuda --drive /tmp --hidden 1024 --blocks 12",
     ),
+    "trace": (
+        "my_model.py:build table.json",
+        "t5:num_layers=6 t5.json --sequence-length 256",
+        "config.json model.json --precision fp32",
+    ),
     "presets": (
         "models qwen3",
         "hardware 4090",

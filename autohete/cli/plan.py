@@ -18,6 +18,7 @@ from autohete.cli.question import BLANK, DEFAULT_HARDWARE, SYSTEM_MEMORY, Questi
 from autohete.cli.stages import Stages
 from autohete.errors import InputError
 from autohete.quantities import parse_count
+from autohete.workload.traced import TracedWorkload
 
 if TYPE_CHECKING:
     from autohete.answer import Answer, Run, Sampling
@@ -123,6 +124,8 @@ def plan(
     if running.from_ is not None:
         read, question = read_configuration(running.from_, question)
     whole_profile, run = question.with_system(), Stages(jobs, timeout)
+    if isinstance(whole_profile.workload, TracedWorkload):
+        sizes = _of_traced(whole_profile.workload, sizes)
     if question.searches_batch:
         whole_profile = _with_best_batch(question, whole_profile, iteration_tokens, run)
     result = _answer(question, whole_profile, tokens, Sampling(draws, seed), sizes, prices, running.only(), run, fast=fast)
@@ -169,6 +172,18 @@ def _with_best_batch(question: Question, whole: Profile, iteration_tokens: str, 
         whole.workload, hardware, run, parse_count(iteration_tokens), micro_batches=question.shape.micro_batches
     )
     return whole if best is None else analytic_profile(best, whole.hardware)
+
+
+def _of_traced(workload: TracedWorkload, sizes: tuple[GrowingFigure, ...]) -> tuple[GrowingFigure, ...]:
+    """The sizes that a traced model can have: other batches, if its table holds for them."""
+    from autohete.simulate.largest import GrowingFigure
+
+    grow = (GrowingFigure.BATCH,) if len(workload.table.batch_sizes) > 1 else ()
+    if len(sizes) == 1 and sizes[0] not in grow:
+        raise InputError(
+            f"{sizes[0]} of a traced model is that of its trace: give --max batch if its table holds for any batch"
+        )
+    return tuple(size for size in sizes if size in grow)
 
 
 def _answer(
@@ -293,6 +308,8 @@ def _print_policy(
     from autohete.simulate.summary import answer
 
     chosen, asked = question.answerable(), parse_policy(policy)
+    if isinstance(chosen.workload, TracedWorkload):
+        sizes = _of_traced(chosen.workload, tuple(sizes))
     grown = [largest(chosen.workload, chosen.hardware, asked, figure) for figure in sizes]
     if len(grown) == 1:
         chosen = analytic_profile(grown[0].workload, chosen.hardware)

@@ -179,8 +179,8 @@ class Shape:
         missing = [option for option, value in needed.items() if value is None]
         if missing:
             raise InputError(
-                "no workload: give --model NAME|FILE (such as llama-3.1-8b), --workload NAME (such as gpt-10b), or a shape "
-                f"with {' '.join(missing)}"
+                "no workload: give --model NAME|FILE (such as llama-3.1-8b), --module FILE.py:FUNCTION, --workload NAME (such "
+                f"as gpt-10b), or a shape with {' '.join(missing)}"
             )
         return Workload(f"{self.transformer_blocks}x{self.hidden_size}", **changes)  # type: ignore[arg-type]
 
@@ -194,7 +194,13 @@ class Question:
     ----------
     model:
         A named model (`autohete presets models` lists them), also as the Hugging Face Hub names it, such as Qwen/Qwen3-8B; one
-        in the Hub's local cache; or a config.json, or a folder with it. The options below change single figures.
+        in the Hub's local cache; a config.json, or a folder with it; or a table written by `autohete trace`. The options below
+        change single figures.
+    module:
+        Trace any module on the CPU, without weights: FILE.py:FUNCTION that returns it, a model type or class of transformers
+        with changed keys (NAME[:key=value,...]), or a config.json. Needs torch. `autohete trace` writes the table for --model.
+    block_names:
+        Names of the blocks of --module, such as encoder.layer,decoder.layer, if they are not found by themselves.
     workload:
         A named GPT-like workload of the paper (`autohete presets workloads` lists them).
     profile:
@@ -218,6 +224,8 @@ class Question:
     """
 
     model: Annotated[str | None, Parameter(group=MODEL)] = None
+    module: Annotated[str | None, Parameter(group=MODEL)] = None
+    block_names: Annotated[str | None, Parameter(group=MODEL)] = None
     workload: Annotated[str | None, Parameter(group=MODEL)] = None
     shape: Shape = Shape()
     profile: Annotated[str | None, Parameter(group=MODEL)] = None
@@ -259,7 +267,21 @@ class Question:
 
     def of_workload(self) -> Workload:
         """Return the workload. A measured profile has its own."""
+        if self.module is not None:
+            if self.workload is not None or self.model is not None:
+                raise InputError("--module is a model of its own: leave out --model and --workload")
+            return self._of_module(self.module)
+        if self.block_names is not None:
+            raise InputError("--block-names are those of a module: give --module as well, or leave it out")
         return self.shape.workload(self.workload, self.model)
+
+    def _of_module(self, module: str) -> Workload:
+        from autohete.cli.trace_module import traced
+
+        shape = self.shape
+        precision = None if shape.precision in (None, "fp8") else Precision(shape.precision)
+        table = traced(module, shape.sequence_length, precision, shape.kernels, shape.batch_size, self.block_names)
+        return replace(table, **shape.changes())  # type: ignore[arg-type]
 
     def on_hardware(self) -> Hardware:
         """Return one GPU's share of the hardware, less the system's memory. A measured profile has its own."""
@@ -300,13 +322,14 @@ class Question:
         if (
             self.workload is not None
             or self.model is not None
+            or self.module is not None
             or self.shape.changes()
             or self.set_
             or self.hardware != DEFAULT_HARDWARE
         ):
             raise InputError(
-                "a profile includes its workload and hardware: leave out --model, --workload, its shape, --hardware and "
-                "--set, or leave out --profile"
+                "a profile includes its workload and hardware: leave out --model, --module, --workload, its shape, --hardware "
+                "and --set, or leave out --profile"
             )
         if self.gpus != 1:
             raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")

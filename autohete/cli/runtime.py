@@ -7,8 +7,8 @@ import importlib.util
 from autohete.errors import InputError
 
 
-def check_runtime() -> None:
-    """Check that PyTorch is installed; the error describes how to install it."""
+def check_runtime(what: str = "training") -> None:
+    """Check that PyTorch is installed, which ``what`` needs; the error describes how to install it."""
     missing = [name for name in ("torch", "greenlet") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"training needs {' and '.join(missing)}, not installed: pip install 'autohete[runtime]'")
+        raise InputError(f"{what} needs {' and '.join(missing)}, not installed: pip install 'autohete[runtime]'")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from autohete.report.records import Row
     from autohete.workload import Workload
 
+#: Options of a question that are about the hardware.
+_WHERE = ("hardware", "set_", "gpu_memory", "host_memory", "pinned_memory", "gpus")
 #: How many settings are tried to find one that is valid before anything is written.
 _TRIED = 100
 
@@ -193,8 +195,9 @@ def _profile(question: Question) -> Profile:
     from autohete.profile import analytic_profile
 
     # Many settings have one workload, and many one hardware.
-    workload = _workload(replace(BLANK, workload=question.workload, model=question.model, shape=question.shape))
-    return analytic_profile(workload, _hardware(replace(question, workload=None, model=None, shape=BLANK.shape)))
+    where = replace(question, workload=None, model=None, module=None, block_names=None, shape=BLANK.shape)
+    what = replace(question, **{field: getattr(BLANK, field) for field in _WHERE})
+    return analytic_profile(_workload(what), _hardware(where))
 
 
 @lru_cache(maxsize=64)

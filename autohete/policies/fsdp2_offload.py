@@ -145,7 +145,7 @@ class Fsdp2Offload:
         master = 4 if traffic.is_mixed(profile) else 0
         unit = max(block.trained_parameters for block in profile.units)
         frozen = max(map(profile.frozen_bytes, range(len(profile.units))))  # needs no cast
-        tensor = min(unit, workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size))
+        tensor = min(unit, workload.largest_tensor)
         # Up: fp32 and its cast, for one tensor; or for one unit, plus the gathered copy.
         fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master) + frozen
         return fetched + unit * (element + master)  # down: the reduced gradient, and its fp32 cast

@@ -147,7 +147,7 @@ class ZeroOffload:
         cast = mixed and not (tiles or master)
         overlap = self.paper or version.own_stream
         buckets = 1e6 * self.bucket_size * version.bucket_factor * (2 if self.paper else 1)  # one fills, one is copied
-        largest_tensor = workload.hidden_size * max(workload.vocabulary_size, 4 * workload.hidden_size)
+        largest_tensor = workload.largest_tensor
         # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
         arrays = [4] * (pinned + master) + [element] * (pinned and staged)
         gradients = Route(HOST_MEMORY, carried=Format(element if self.paper else 4, pinned))

@@ -174,6 +174,20 @@ class UnitProfile(Hashed):
         return self.forward_workspace_bytes + self.bytes_of(names), self.forward_workspace_bytes
 
 
+def within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, ...]:
+    """Reduce ``saved`` to what a forward keeps besides its input.
+
+    A unit whose backward does not need its input, such as a frozen linear layer and its activation, keeps the input as soon as
+    something is made again from it. So making it again frees that much less.
+    """
+    more, found = sum(one.size_bytes for one in saved) - kept, {}
+    for one in sorted(saved, key=lambda one: (not one.selective, one.seconds is None)):
+        less = min(max(more, 0), one.size_bytes)
+        more -= less
+        found[one.name] = replace(one, size_bytes=one.size_bytes - less)
+    return tuple(found[one.name] for one in saved)
+
+
 @dataclass(frozen=True, slots=True)
 class LossProfile:
     """Cross-entropy between the head's forward and backward.

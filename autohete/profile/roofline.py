@@ -16,21 +16,16 @@ from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import additions
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, IMPLEMENTATIONS, Part, leaned, without_inputs
+from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
-from autohete.workload import BlockRole, Precision, Workload
+from autohete.profile.rates import Rates
+from autohete.profile.traced_roofline import TracedRoofline
+from autohete.workload import BlockRole, Workload
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
-from autohete.workload.optimizers import Optimizer, newton_schulz, orthogonalised, state_bytes, temporary_bytes
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import LAST
 
-#: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
-#: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
-_GEMM_INNER_HALF = 256
-#: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
-_ATTENTION_SHARE = 0.65
-#: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
-#: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
-_TILE, _WAVES_HALF = 128, 0.25
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
 
@@ -48,7 +43,11 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
 @lru_cache(maxsize=64)
 def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float) -> tuple[tuple[UnitProfile, ...], LossProfile]:
     """Blocks and loss. They do not depend on links, host and CPU, so many settings of a sweep share them."""
-    roofline, firsts = _Roofline(workload, gpu, launch_seconds), _first_alike(workload)
+    roofline: _Roofline | TracedRoofline
+    if isinstance(workload, TracedWorkload):
+        roofline, firsts = TracedRoofline(workload, gpu, launch_seconds), list(workload.firsts_alike)
+    else:
+        roofline, firsts = _Roofline(workload, gpu, launch_seconds), _first_alike(workload)
     made = {unit: roofline.unit(unit) for unit in dict.fromkeys(firsts)}
     return tuple([made[unit] for unit in firsts]), roofline.loss()
 
@@ -72,36 +71,7 @@ def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
     return component.nope_dim + component.rope_dim, component.value_dim
 
 
-class _Roofline:
-    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
-        self.workload = workload
-        if workload.precision is Precision.FP32:
-            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
-            self.flops = gpu.peak_32bit_flops * efficiency
-        else:
-            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
-        self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
-        self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
-        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
-        self.multiprocessors, self.attention_share = gpu.multiprocessors, gpu.attention_share or _ATTENTION_SHARE
-        self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
-        self.element = workload.precision.element_bytes
-        self.kernels = IMPLEMENTATIONS[workload.kernels]
-
-    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False) -> float:
-        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
-        fp8 the operands have one byte each; the result has not.
-        """
-        shape = (inner + _GEMM_INNER_HALF) / inner
-        if self.multiprocessors is not None:
-            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
-            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
-            shape *= (waves + _WAVES_HALF) / waves
-        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
-        operand = 1 if fp8 else self.element
-        traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
-        return max(arithmetic, traffic)
-
+class _Roofline(Rates):
     def _core_seconds(self, component: Component) -> tuple[float, float]:
         """Time of the products without weights, forward and backward. The operations between them are in the table."""
         w = self.workload
@@ -175,10 +145,6 @@ class _Roofline:
         traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
         accesses = (total(direction) + casts + fp32) * hidden + total(f"{direction}_scores") * scores
         return max(traffic, accesses * self.kernels.instructions / self.lanes)
-
-    def _pass_seconds(self, busy: float, kernels: float) -> float:
-        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""
-        return max(busy + kernels * self.overhead, kernels * self.launch)
 
     def unit(self, unit: int) -> UnitProfile:
         w, element, role = self.workload, self.element, self.workload.role(unit)
@@ -264,23 +230,6 @@ class _Roofline:
             gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
         kernels = needed.total("forward_kernels") - last_product
         return self._pass_seconds(gemm + self._elementwise_seconds(needed, "forward", scores), kernels)
-
-    def _update(self, unit: int, trained: int) -> tuple[float, int]:
-        """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
-        written, gradients read, and parameters written; without masters these are read, too.
-        """
-        w, element = self.workload, self.element
-        optimizer, matrices = w.training.optimizer, w.trained_matrices(unit)
-        states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
-        accesses = 2 if w.has_masters else 3
-        traffic = 2 * states + trained * accesses * element + trained * temporary_bytes(optimizer)
-        seconds = traffic / self.bandwidth + self.overhead
-        for matrix in orthogonalised(optimizer, matrices):
-            products = newton_schulz(matrix)
-            seconds += (
-                sum(self._gemm_seconds(*sizes, batch=matrix.matrices) for sizes in products) + len(products) * self.overhead
-            )
-        return seconds, states
 
     def _kept_bytes(self, part: Part, scores: int) -> float:
         """Size of what ``part`` keeps for backward, its input included."""

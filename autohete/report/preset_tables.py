@@ -197,4 +197,4 @@ def print_model(workload: Workload, source: str | None) -> None:
 
 def _part(workload: Workload, unit: int) -> str:
     role = workload.role(unit)
-    return f"block: {workload.block(unit)}" if role is BlockRole.TRANSFORMER else str(role)
+    return f"block: {workload.described(unit)}" if role is BlockRole.TRANSFORMER else str(role)

@@ -119,13 +119,15 @@ def proven_within(simulation: Simulation) -> float | None:
 def described_blocks(workload: Workload) -> list[str]:
     """The blocks of a model in words; those that are alike are one entry, with their number."""
     each = (workload.unit_count - 2) // workload.transformer_blocks  # units of a block
-    alike = Counter(str(workload.block(unit)) for unit in range(1, workload.unit_count - 1, each))
+    alike = Counter(workload.described(unit) for unit in range(1, workload.unit_count - 1, each))
     return [f"{count} x ({text})" for text, count in alike.items()]
 
 
 def assumptions(workload: Workload, policy: NamedPolicy | None) -> dict[str, object]:
     """Return the assumptions of an answer; figures that were not given have their defaults."""
-    figures = {field.name: getattr(workload, field.name) for field in fields(workload) if field.name != "architecture"}
+    figures = {
+        field.name: getattr(workload, field.name) for field in fields(workload) if field.name not in ("architecture", "table")
+    }
     return {
         **figures,
         "blocks": described_blocks(workload),

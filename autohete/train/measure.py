@@ -25,6 +25,7 @@ from autohete.hardware import Hardware
 from autohete.lowering import lower
 from autohete.plan import Activations
 from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
+from autohete.profile.costs import within
 from autohete.runtime.batch import Batch, Inputs, leading, named, padded
 from autohete.runtime.device import AllocatorMemory, device_for
 from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, with_hidden
@@ -404,7 +405,7 @@ class _Measurement:
                     gpu_update_workspace_bytes=max(0, update.peak - update.brought),
                     cpu_update_seconds=hosts[i],
                     measured_checkpointed_workspace_bytes=None if alone is None else _workspace(alone),
-                    saved=() if selected is None else _within(selected.saved, kept + twice - given),
+                    saved=() if selected is None else within(selected.saved, kept + twice - given),
                     measured_selective_workspace_bytes=None if selected is None else selected.workspaces,
                     state_bytes=updates.unit_bytes(self.partition.owned[i]),
                     is_whole=Layout.of(self.partition.owned[i]).is_mixed
@@ -534,20 +535,6 @@ class _Measurement:
 def _workspace(alone: _MeasuredPass) -> int:
     """Temporaries of a forward that keeps only its input."""
     return max(0, alone.peak - alone.brought - alone.handed_on)
-
-
-def _within(saved: tuple[SavedTensors, ...], kept: int) -> tuple[SavedTensors, ...]:
-    """Reduce ``saved`` to what a forward keeps besides its input.
-
-    A unit whose backward does not need its input, such as a frozen linear layer and its activation, keeps the input as soon as
-    something is made again from it. So making it again frees that much less.
-    """
-    more, found = sum(one.size_bytes for one in saved) - kept, {}
-    for one in sorted(saved, key=lambda one: (not one.selective, one.seconds is None)):
-        less = min(max(more, 0), one.size_bytes)
-        more -= less
-        found[one.name] = replace(one, size_bytes=one.size_bytes - less)
-    return tuple(found[one.name] for one in saved)
 
 
 def _cpu_update_seconds(owned: tuple[nn.Parameter, ...], updates: UpdateSettings) -> float:

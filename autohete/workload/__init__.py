@@ -289,6 +289,15 @@ class Workload(Hashed):
         own = sum(part.parameters(h) for part in parts) + len(parts) * self.block(unit).norm_parameters(h)
         return own + self._adapter_parameters(unit)
 
+    def described(self, unit: int) -> str:
+        """The block of ``unit``, which is neither embedding nor head, in words."""
+        return str(self.block(unit))
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest parameter: the embedding, or a product of an MLP that is four times as wide as the model."""
+        return self.hidden_size * max(self.vocabulary_size, 4 * self.hidden_size)
+
     def components(self, unit: int) -> tuple[Mixer | FeedForward, ...]:
         """The components of ``unit``, which is neither embedding nor head: mixer and feed-forward part, or one of them."""
         block, role = self.block(unit), self.role(unit)

@@ -20,6 +20,8 @@ from autohete.errors import InputError, alternatives, suggestion, unknown_name
 from autohete.workload import Workload
 from autohete.workload.families import FAMILIES
 from autohete.workload.hub import CONFIG, cache_folder, cached_models, model_of
+from autohete.workload.table import is_table, parse_table
+from autohete.workload.traced import traced_workload
 from autohete.workload.weights import check_weights
 
 #: Bytes; published files have a few thousand.
@@ -42,8 +44,8 @@ def read_model(name_or_path: str) -> Workload:
 
     Args:
         name_or_path: a name of :func:`model_names`, or a name on the Hugging Face Hub, in any case and with or without its
-            organisation, of a bundled model or of one in the local cache; a ``config.json``, or the folder that it is in.
-            Weights in that folder are counted, by their headers.
+            organisation, of a bundled model or of one in the local cache; a ``config.json``, or the folder that it is in; or
+            the table of a trace. Weights in that folder are counted, by their headers.
 
     Raises:
         InputError: no such model, a file that cannot be read, or one that is not supported; names the keys. Or the weights are
@@ -51,6 +53,8 @@ def read_model(name_or_path: str) -> Workload:
     """
     found = _found(name_or_path)
     config, name = _config_of(name_or_path, found)
+    if is_table(config):
+        return traced_workload(parse_table(config, name_or_path))
     workload = parse_model(config, name)
     if isinstance(found, Path) and found.is_dir():
         check_weights(found, config, workload)

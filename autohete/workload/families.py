@@ -7,8 +7,9 @@ published files leave out, and composes each block of its parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
@@ -38,6 +39,7 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 #: Kinds of blocks by ``layer_types``: with softmax attention alone, and with linear attention.
 SoftmaxTypes = list[Literal["full_attention", "sliding_attention"]]
 LinearTypes = list[Literal["full_attention", "linear_attention"]]
+T = TypeVar("T")
 
 
 class Family(BaseModel, ABC):
@@ -245,10 +247,18 @@ class Qwen3(_Sliding):
 
 
 class SmolLM3(_Sliding):
-    """SmolLM3."""
+    """SmolLM3: every fourth block without rotated positions."""
 
     use_sliding_window: bool = False
+    no_rope_layers: list[int] | None = None  # 0: without
+    no_rope_layer_interval: Size = 4
     tie_word_embeddings: bool = True
+
+    def attention(self, layer: int) -> Attention:
+        rotates = (layer + 1) % self.no_rope_layer_interval
+        if self.no_rope_layers is not None:
+            rotates = _of(self.no_rope_layers, layer, "no_rope_layers")
+        return replace(super().attention(layer), rotary=rotates > 0)
 
 
 class _Sparse(Llama):
@@ -484,7 +494,7 @@ def _key_value_heads(heads: int, given: int | None) -> int:
     return given or heads
 
 
-def _of(types: SoftmaxTypes | LinearTypes, layer: int) -> str:
-    if layer >= len(types):
-        raise InputError(f"layer_types has {len(types)} entries: list every layer of num_hidden_layers")
-    return types[layer]
+def _of(listed: Sequence[T], layer: int, key: str = "layer_types") -> T:
+    if layer >= len(listed):
+        raise InputError(f"{key} has {len(listed)} entries: list every layer of num_hidden_layers")
+    return listed[layer]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.counting import PRODUCTS, Counter, counting, flash_attention, kept_bytes, one_kernel_dropout
-from support.models import built, layers_of, small_config
+from support.counting import Counter, counting, kept_bytes
+from support.models import NO_FLASH, WIDE, built, layers_of, small_config
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,7 @@ from autohete.profile import UnitProfile, analytic_profile
 from autohete.profile.kernels.decoders import both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
 from autohete.runtime.precision import DTYPES
+from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
 from autohete.workload import Kernels, Precision, Workload
 from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
@@ -26,30 +27,6 @@ from autohete.workload.training import Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
 BATCH, SEQUENCE = 4, 192
-#: Sizes with which nothing that grows with tokens is hidden by what does not.
-WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "n_embd": 256,
-    "ffn_dim": 1024,
-    "word_embed_proj_dim": 256,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 192,
-    "shared_expert_intermediate_size": 320,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 48,
-    "kv_lora_rank": 96,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 48,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-#: Without scaled_dot_product_attention in transformers.
-NO_FLASH = {"gemma2", "gpt_oss"}
 
 
 @pytest.fixture(autouse=True)

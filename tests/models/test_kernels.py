@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.counting import PRODUCTS, Counter, as_one_kernel, counting, flash_attention, kept_bytes, one_kernel_dropout
+from support.counting import Counter, as_one_kernel, counting, kept_bytes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +23,7 @@ from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, HeadKernels
 from autohete.profile.roofline import _Roofline
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
+from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
 from autohete.train.gpt import GPTBlock
 from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
 

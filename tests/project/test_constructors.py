@@ -35,6 +35,7 @@ RESULTS = {
     "Recomputation",
     "Resting",
     "Summary",
+    "TracedWorkload",
     "UnitSizes",
 }
 

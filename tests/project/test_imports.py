@@ -58,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "answer": _SIMULATED | {"frameworks"},
     "report": _SIMULATED | {"answer", "frameworks"},
     "train": _SIMULATED | {"runtime"},
-    "cli": _SIMULATED | {"answer", "frameworks", "train", "report"},
+    "tracing": _VALUES | {"workload", "runtime"},
+    "cli": _SIMULATED | {"answer", "frameworks", "train", "report", "tracing"},
     "cli.interrupt": set(),
     "cli.text_model": _SIMULATED | {"runtime", "train", "report", "cli"},
     "__main__": {"cli"},
@@ -71,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 #: Packages that only some folders may import.
 ONLY_IN = {
-    "torch": {"runtime", "train"},
+    "torch": {"runtime", "train", "tracing"},
     "greenlet": {"runtime"},
     "simpy": {"sim"},
     "hypothesis": {"testing"},

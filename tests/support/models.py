@@ -43,6 +43,32 @@ SMALL: dict[str, Any] = {
 }
 
 
+#: Sizes with which nothing that grows with tokens is hidden by what does not.
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "n_embd": 256,
+    "ffn_dim": 1024,
+    "word_embed_proj_dim": 256,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 192,
+    "shared_expert_intermediate_size": 320,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+    "kv_lora_rank": 96,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+#: Without scaled_dot_product_attention in transformers.
+NO_FLASH = {"gemma2", "gpt_oss"}
+
+
 def config_of(name: str) -> dict[str, Any]:
     """The file of a bundled model."""
     found: dict[str, Any] = json.loads((MODELS / f"{name}.json").read_text())

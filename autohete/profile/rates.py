@@ -1,0 +1,71 @@
+"""The rates of a GPU: what a matrix product, a pass of kernels and an update on it take."""
+
+from __future__ import annotations
+
+from autohete.hardware import Gpu
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
+from autohete.workload import Precision, Workload
+from autohete.workload.optimizers import newton_schulz, orthogonalised, state_bytes, temporary_bytes
+
+#: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
+#: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
+_GEMM_INNER_HALF = 256
+#: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
+_ATTENTION_SHARE = 0.65
+#: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
+#: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
+_TILE, _WAVES_HALF = 128, 0.25
+
+
+class Rates:
+    """The rates at which ``gpu`` computes ``workload``."""
+
+    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
+        self.workload = workload
+        if workload.precision is Precision.FP32:
+            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
+            self.flops = gpu.peak_32bit_flops * efficiency
+        else:
+            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
+        self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
+        self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
+        self.multiprocessors, self.attention_share = gpu.multiprocessors, gpu.attention_share or _ATTENTION_SHARE
+        self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
+        self.element = workload.precision.element_bytes
+        self.kernels = IMPLEMENTATIONS[workload.kernels]
+
+    def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False) -> float:
+        """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
+        fp8 the operands have one byte each; the result has not.
+        """
+        shape = (inner + _GEMM_INNER_HALF) / inner
+        if self.multiprocessors is not None:
+            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
+            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
+            shape *= (waves + _WAVES_HALF) / waves
+        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
+        operand = 1 if fp8 else self.element
+        traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
+        return max(arithmetic, traffic)
+
+    def _pass_seconds(self, busy: float, kernels: float) -> float:
+        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""
+        return max(busy + kernels * self.overhead, kernels * self.launch)
+
+    def _update(self, unit: int, trained: int) -> tuple[float, int]:
+        """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
+        written, gradients read, and parameters written; without masters these are read, too.
+        """
+        w, element = self.workload, self.element
+        optimizer, matrices = w.training.optimizer, w.trained_matrices(unit)
+        states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
+        accesses = 2 if w.has_masters else 3
+        traffic = 2 * states + trained * accesses * element + trained * temporary_bytes(optimizer)
+        seconds = traffic / self.bandwidth + self.overhead
+        for matrix in orthogonalised(optimizer, matrices):
+            products = newton_schulz(matrix)
+            seconds += (
+                sum(self._gemm_seconds(*sizes, batch=matrix.matrices) for sizes in products) + len(products) * self.overhead
+            )
+        return seconds, states
