@@ -27,6 +27,11 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cache
 
+from autohete.printable import shown
+
+#: Names with more characters than this are close to no other.
+_LONGEST_NAME = 100
+
 
 class AutoHeteError(Exception):
     """Base of this package's errors. Can be pickled, so that an error in a worker process reaches the caller."""
@@ -147,7 +152,7 @@ class OptimizerError(InputError):
 def unknown_name(what: str, given: str, allowed: Iterable[str]) -> InputError:
     """Return an error for an unknown name that lists the allowed names and suggests the closest."""
     names = sorted(allowed)
-    return InputError(f"unknown {what} {given!r}: choose one of {', '.join(names)}{suggestion(given, names)}")
+    return InputError(f"unknown {what} {shown(given)}: choose one of {', '.join(names)}{suggestion(given, names)}")
 
 
 def suggestion(given: str, allowed: Iterable[str]) -> str:
@@ -157,6 +162,8 @@ def suggestion(given: str, allowed: Iterable[str]) -> str:
     """
     folded = {name.casefold(): name for name in sorted(allowed, reverse=True)}
     wanted = given.rstrip("/").rpartition("/")[2].casefold()
+    if len(wanted) > _LONGEST_NAME:  # comparing takes a time that grows with the square of its length
+        return ""
     near = difflib.get_close_matches(wanted, folded, n=1) or ([name for name in sorted(folded) if name.startswith(wanted)])
     return f"; did you mean {folded[near[0]]!r}?" if wanted and near else ""
 

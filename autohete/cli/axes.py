@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -12,7 +11,6 @@ from decimal import Decimal
 from enum import Enum
 from functools import cache
 from itertools import chain, product
-from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
 from cyclopts import App, Parameter
@@ -20,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autohete.cli.question import BLANK, SHORT_FOR, Question, Shape, key_value
 from autohete.errors import InputError, unknown_name
+from autohete.files import LARGEST_TOML, parse_toml, read_text
 
 POLICY = "policy"
 #: More settings than this are refused.
@@ -80,10 +79,8 @@ def parse_over(item: str, *, bare: bool = False) -> tuple[str, list[str]]:
 def read_grid(path: str) -> list[tuple[str, list[str]]]:
     """Read the table ``[over]`` of a TOML file: each key has a list of values, which are not split at commas."""
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise InputError(f"grid {path!r} cannot be read: {error.strerror or error}; give a TOML file") from error
-    except (ValueError, RecursionError) as error:
+        document = parse_toml(read_text(path, "grid", "give a TOML file", LARGEST_TOML))
+    except ValueError as error:
         raise InputError(f"grid {path!r} is not valid TOML: {str(error)[:200]}") from error
     over = document.pop("over", None)
     if not isinstance(over, dict) or document:

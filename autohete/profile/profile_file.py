@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from autohete.errors import InputError
-from autohete.files import write_text
+from autohete.files import read_text, write_text
 from autohete.hardware import HardwareFile
+from autohete.hardware.document import LARGEST_PROFILE
 from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.workload import Workload
 
@@ -52,10 +53,7 @@ def read_profile(path: str | Path) -> Profile:
         InputError: no such file, not a profile file, or invalid values.
     """
     try:
-        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"profile {str(path)!r} cannot be read: {reason}; write one with autohete profile") from error
+        document: Any = json.loads(read_text(path, "profile", "write one with autohete profile", LARGEST_PROFILE))
     except (ValueError, RecursionError) as error:
         raise InputError(f"profile {str(path)!r} is not JSON: {str(error)[:200]}; write one with autohete profile") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:

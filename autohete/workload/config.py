@@ -6,6 +6,7 @@ Nothing is loaded but the file: no weights, no torch, no network.
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,11 +16,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from autohete.errors import InputError, suggestion, unknown_name
-from autohete.workload import Workload
+from autohete.files import read_text
+from autohete.printable import printable
+from autohete.workload import LONGEST_NAME, Workload
 from autohete.workload.families import FAMILIES
 
-#: Bytes; published files have a few thousand.
-_LARGEST_FILE = 10_000_000
 #: Models of images and text whose file describes the language model in a part of its own.
 _TEXT_CONFIG = "text_config"
 
@@ -118,21 +119,13 @@ def _bundled() -> Traversable:
 
 def _read(given: str) -> tuple[str, str]:
     """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that is more specific."""
-    path = Path(given)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
+    path = given
+    if os.path.isdir(path):
+        path = os.path.join(given, "config.json")
+    if not os.path.exists(path) and not path.endswith(".json") and os.path.basename(path) == path:
         raise unknown_name("model", given, model_names())
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise InputError(f"model {given!r} is {path.stat().st_size} bytes long: give a config.json, not the weights")
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        inside = " (config.json in it)" if path != Path(given) else ""
-        raise InputError(
-            f"model {given!r}{inside} cannot be read: {reason}; give a name that autohete presets lists, or a config.json"
-            f"{suggestion(given, model_names())}"
-        ) from error
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return text, name or path.stem
+    cure = f"give a name that autohete presets lists, or a model's config.json{suggestion(given, model_names())}"
+    text = read_text(path, "model", cure)
+    stem = Path(path).stem
+    name = os.path.basename(os.path.dirname(os.path.realpath(path))) if os.path.basename(path) == "config.json" else stem
+    return text, printable(name or stem)[:LONGEST_NAME]
