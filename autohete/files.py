@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -56,13 +57,12 @@ def read_bytes(path: str | Path, what: str, cure: str, limit: int = LARGEST_TEXT
             found = os.fstat(stream.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise InputError(f"{what} {shown(str(path))} cannot be read: it is a device or a pipe; {cure}")
-            data = stream.read(limit + 1)
+            data = stream.read(limit + 1) if found.st_size <= limit else b""
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{what} {shown(str(path))} cannot be read: {reason}; {cure}") from error
-    if len(data) > limit:
-        size = f"{max(found.st_size, len(data)):,} bytes, more than the {limit:,} that it can have"
-        raise InputError(f"{what} {shown(str(path))} cannot be read: it has {size}; {cure}")
+    if (size := max(found.st_size, len(data))) > limit:
+        raise InputError(f"{what} {shown(str(path))} cannot be read: it has {size:,} bytes, more than {limit:,}; {cure}")
     if (inputs := _inputs.get()) is not None and not continued:
         inputs[found.st_dev, found.st_ino] = str(path)
     return data
@@ -81,15 +81,17 @@ def read_text(path: str | Path, what: str, cure: str, limit: int = LARGEST_TEXT)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML as :func:`tomllib.loads` does, in a time that grows with its length.
+    """Parse TOML as :func:`tomllib.loads` does, in a time that grows with its length, with dates as text: a date needs no
+    quotes there.
 
     Raises:
-        ValueError: it is not TOML, nests too deep, or has a key of more than 32 parts.
+        ValueError: it is not TOML, nests too deep, or has a key of more than 32 parts or a number of thousands of digits.
     """
     if match := _LONG_KEY.search(text):
         raise ValueError(f"the key {shown(match[0])} has too many parts")
     try:
-        return tomllib.loads(text)
+        tables: dict[str, Any] = json.loads(json.dumps(tomllib.loads(text), default=str))
+        return tables
     except RecursionError as error:
         raise ValueError("it nests too deep") from error
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from autohete.cli.question import BLANK, SHORT_FOR, Question, Shape, key_value
 from autohete.errors import InputError, unknown_name
 from autohete.files import LARGEST_TOML, parse_toml, read_text
+from autohete.printable import shown
 
 POLICY = "policy"
 #: More settings than this are refused.
@@ -90,12 +91,14 @@ def read_grid(path: str) -> list[tuple[str, list[str]]]:
 
 def _lists(path: str, table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, list[str]]]:
     for key, given in table.items():
-        if isinstance(given, dict):  # a dotted key without quotes
+        if given and isinstance(given, dict):  # a dotted key without quotes
             yield from _lists(path, given, f"{prefix}{key}.")
         elif isinstance(given, list) and all(isinstance(value, (str, int, float)) for value in given):
             yield f"{prefix}{key}", [_text(value) for value in given]
         else:
-            raise InputError(f"grid {path!r}: {prefix}{key} must be a list of strings, numbers or switches, such as [1, 2, 4]")
+            raise InputError(
+                f"grid {path!r}: {shown(f'{prefix}{key}')} must be a list of strings, numbers or switches, such as [1, 2, 4]"
+            )
 
 
 def expand(key: str, text: str) -> list[str]:

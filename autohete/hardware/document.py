@@ -152,15 +152,12 @@ def _read(asked: object, folder: Path) -> tuple[str, str]:
 
 @lru_cache(maxsize=64)
 def _toml(label: str, text: str) -> Mapping[str, Any]:
-    """Return the tables in ``text``, with TOML's dates as text: a date needs no quotes there. The settings of a sweep read the
-    same preset thousands of times.
-    """
+    """Return the tables in ``text``. The settings of a sweep read the same preset thousands of times."""
     try:
-        parsed = parse_toml(text)
-        _check_depth(label, parsed)
-        tables: dict[str, Any] = json.loads(json.dumps(parsed, default=str))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
+        tables = parse_toml(text)
+    except ValueError as error:
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
+    _check_depth(label, tables)
     return tables
 
 

@@ -407,7 +407,7 @@ def _home(chain: Sequence[Document], key: str) -> str | None:
 
 
 def _reason(fault: Any) -> str:
-    name = fault["loc"][-1]
+    name = fault["loc"][-1] if fault["loc"] else ""  # of a text that is no JSON, such as half a surrogate pair
     if "range" in fault["loc"] and fault["type"] in ("missing", "too_long", "tuple_type"):
         return f"a range has two ends, each written as the value is, the lower one first (given: {shown(fault['input'])})"
     if fault["type"] == "missing":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
+from autohete.printable import shown
 from autohete.workload import BlockRole, Workload
 from autohete.workload.optimizers import Optimizer, check_cpu_kernel, has_cpu_kernel, moment_bytes, updates_any_share
 
@@ -35,6 +36,8 @@ class SavedTensors:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.name.isprintable():
+            raise InputError(f"name is {shown(self.name)}: give printable text")
         if self.selective and self.seconds is None:
             raise InputError(f"selective recomputation makes {self.name!r} again, but seconds does not say how long it takes")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from autohete.errors import InputError
 from autohete.files import read_text, write_text
 from autohete.hardware import HardwareFile
 from autohete.hardware.document import LARGEST_PROFILE
+from autohete.printable import shown
 from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.workload import Workload
 
@@ -74,9 +74,9 @@ def read_profile(path: str | Path) -> Profile:
     numbers += [n for unit in units for n in unit.measured_selective_workspace_bytes or ()]
     numbers += [n for some in (*map(astuple, saved), astuple(loss)) for n in some]
     for number in (n for n in numbers if isinstance(n, (int, float))):
-        if not (math.isfinite(number) and 0 <= number < _ABSURD):
+        if not 0 <= number < _ABSURD:  # also NaN
             raise InputError(
-                f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"
+                f"profile {str(path)!r} holds {shown(number)}: times and sizes are finite and not negative; measure it again"
             )
     if len(units) != workload.unit_count:
         raise InputError(f"profile {str(path)!r} has {len(units)} blocks, its workload {workload.unit_count}: measure it again")
