@@ -15,7 +15,7 @@ import os
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import get_type_hints
@@ -117,7 +117,7 @@ def _cell(value: object) -> str:
     return "" if value is None else json.dumps(value)
 
 
-def csv_line(cells: Sequence[str]) -> str:
+def csv_line(cells: Iterable[str]) -> str:
     """Return a line of CSV, in which no text is a formula of a spreadsheet."""
     text = io.StringIO()
     guarded = (f"'{cell}" if _FORMULA.match(cell) and not _NUMBER.fullmatch(cell) else cell for cell in cells)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import hostile
-from support.command import SMALL, autohete
+from support.command import ENVIRONMENT, SMALL, autohete, refused
+
+from autohete.printable import printable
+from autohete.report.records import Tally, print_tally
 
 pytestmark = pytest.mark.slow
 #: A refusal takes less.
@@ -74,6 +80,25 @@ def _check_refused(folder: Path, arguments: list[str]) -> None:
     assert line.isprintable(), (shown, line)
     assert len(line) < 9000, (shown, line)
     assert _state(folder) == before, shown
+
+
+def test_what_is_refused_is_right_but_for_one_value(folder: Path) -> None:
+    """With a good file, the command lines in which the tests below give a bad one are answered."""
+    for option, value in (
+        (hostile.Option(("simulate",), "--trace", str), "/dev/null"),
+        (hostile.Option(("sweep",), "--out", str), "/dev/null"),
+        (hostile.Option(("plan",), "--schedule", str), "/dev/null"),
+        (hostile.Option(("plan",), "--batch-size", int), "1"),
+        (hostile.Option(("compare",), "1", str), "trace.json"),
+        (hostile.Option(("hardware", "check"), "0", str), "input.toml"),
+    ):
+        line = [
+            word.replace("input.json", "trace.json") if option.command == ("compare",) else word
+            for word in hostile.command_line(option, value)
+        ]
+        assert autohete(*line, cwd=folder).returncode == 0, line
+    for line in (["simulate", "--profile", "good.json", "--policy", "resident"], ["compare", "trace.json", "trace.json"]):
+        assert autohete(*line, cwd=folder).returncode == 0, line
 
 
 TRIED = [option for option in hostile.OPTIONS if hostile.values(option) is not None]
@@ -139,3 +164,67 @@ def test_a_hostile_trace_is_refused(folder: Path, data: st.DataObject) -> None:
 def test_a_hostile_grid_is_refused(folder: Path, text: str) -> None:
     """Any option with values that it cannot have."""
     _check_file_refused(folder, "x.toml", text, "sweep", *SMALL[:-2], "--grid", "x.toml", "--out", "out.csv", "--jobs", "1")
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+#: Mathtext that does not parse, markup, what a terminal obeys, letters that a font lacks, a byte that is no UTF-8.
+NAMES = ["$x_{$", "[bold]a[/]:x:", "\x1b[31mred\x07", "模型", "a\udcff", "=1+1", "a\nb"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_model_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Tables, JSON, pages, figures and timelines show it, and obey nothing in it."""
+    file = tmp_path / f"{name}.json"
+    file.write_text(
+        json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 1024})
+    )
+    question = ["--model", str(file), "--sequence-length", "64", "--batch-size", "1"]
+    outputs = ["--gantt", "g.png", "--memory", "m.svg", "--trace", "t.json"]
+    done = autohete("simulate", *question, "--policy", "resident", *outputs, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert printable(name) in done.stdout
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    drawn = (tmp_path / "m.svg").read_text()
+    assert "\x1b" not in drawn
+    done = autohete("plan", *question, "--draws", "0", "--html", "a.html", "--jobs", "1", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout + (tmp_path / "a.html").read_text()
+
+
+def test_a_verdict_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells of tables and lines are plain text, whatever a resumed file has."""
+    row = dict.fromkeys(("verdict", "policy"), "[red]:x:[/nothing]\x1b[31m") | {"tokens_per_second": "1"}
+    tally = Tally()
+    tally.add(row)
+    print_tally(tally, ["policy"], 1, 1.0, "[bold]\x1b.csv")
+    printed = capsys.readouterr().out
+    assert printed.count(r"[red]:x:[/nothing]\x1b[31m") == 2
+    assert r"[bold]\x1b.csv: 1 row" in printed
+
+
+# --- code ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_code_of_the_current_folder_is_run(tmp_path: Path) -> None:
+    """A policy, also one that a grid names, is imported from the current folder only if PYTHONPATH names that."""
+    (tmp_path / "mine.py").write_text("from autohete.policies.resident import Resident\nprint('imported')\n")
+    (tmp_path / "grid.toml").write_text('[over]\npolicy = ["mine:Resident"]\n')
+    command = [sys.executable, "-m", "autohete", "sweep", *SMALL, "--grid", "grid.toml", "--out", "out.csv", "--jobs", "1"]
+    installed = ENVIRONMENT["PYTHONPATH"]
+    for path, code in ((installed, 2), (f".{os.pathsep}{installed}", 0)):
+        environment = ENVIRONMENT | {"PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False, timeout=120)
+        assert done.returncode == code, done
+        assert ("imported" in done.stdout) == (code == 0)
+        assert ("for a module in the current folder set PYTHONPATH=." in done.stderr) == (code == 2)
+
+
+def test_a_class_that_cannot_be_made_is_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the one that gives policies their names, and one with a field that the command line does not give."""
+    (tmp_path / "lacking.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Policy:\n    a: int\n    def plan(self, profile, judge): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "is no policy" in refused("simulate", *SMALL, "--policy", "autohete.policies:NamedPolicy,name=x")
+    assert "lacking:a is missing: give a=VALUE" in refused("simulate", *SMALL, "--policy", "lacking:Policy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,3 +216,25 @@ def test_a_new_file_finds_a_base_in_another_folder(tmp_path: Path) -> None:
     path.write_text(new_hardware_text(str(path), str(base)))
     assert 'base = "./../a/base.toml"' in path.read_text()
     assert load_hardware(path).gpu.memory_bytes == 40 * 2**30
+
+
+def test_a_chain_of_bases_has_an_end(tmp_path: Path) -> None:
+    """A file based on another, and that on the next, is refused after 16 of them, however many there are."""
+    for number in range(300):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=r"0.toml' has more than 16 bases"):
+        read_hardware(tmp_path / "0.toml")
+    assert time.perf_counter() - begin < 1
+    write(tmp_path / "15.toml", "")
+    assert read_hardware(tmp_path / "0.toml") == read_hardware(NODE)
+
+
+def test_an_error_is_no_longer_than_its_use(tmp_path: Path) -> None:
+    """Of many faults 20 are listed, and the others counted; suggestions for them take no time."""
+    path = write(tmp_path / "many.toml", "".join(f"key{number} = 1\n" for number in range(20_000)))
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=r"key19: unknown key.*; and 19,980 more$") as refusal:
+        read_hardware(path)
+    assert time.perf_counter() - begin < 5
+    assert len(str(refusal.value)) < 5000
