@@ -39,7 +39,9 @@ def test_text_is_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" + ".a" * 100_000 + " = 1", "[" + '"a".' * 100_000 + "a]", "a = " + "[" * 100_000, "a=0x" + "f" * 9999]
+    "text",
+    ["a" + ".a" * 100_000 + " = 1", "[" + '"a".' * 100_000 + "a]", "a = " + "[" * 100_000, "a=0x" + "f" * 9999],
+    ids=["key", "table", "nesting", "integer"],
 )
 def test_toml_is_parsed_in_a_time_that_grows_with_its_length(text: str) -> None:
     """Keys of many parts, deep nesting and endless integers are errors, in less than a second."""

@@ -55,7 +55,9 @@ def test_a_quantity_that_is_not_one_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 64_000 + "x", " " * 64_000 + "x", "1" + " " * 64_000 + "x", "1." + "0" * 64_000 + "GB/s/s"]
+    "text",
+    ["9" * 64_000 + "$", " " * 64_000 + "x", "1" + " " * 64_000 + "$", "1." + "0" * 64_000 + "GB/s/s"],
+    ids=["digits", "blanks before", "blanks behind", "fraction"],
 )
 def test_a_long_text_is_refused_as_soon_as_a_short_one(text: str) -> None:
     """Reading takes no time that grows with the square of the length, and the error repeats only the beginning."""
