@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from autohete import __version__
+import autohete
 from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
@@ -166,7 +166,7 @@ def _question_digest(model: str | None, hardware: str | None, profile: str | Non
     from autohete.workload.config import read_model
 
     return digest(
-        __version__,
+        autohete.__version__,
         "" if model is None else repr(read_model(model)),
         "" if profile is None else repr(read_profile(profile)),
         json.dumps(combine(read_chain(hardware or DEFAULT_HARDWARE))),

@@ -351,7 +351,7 @@ def test_a_row_of_another_question_is_not_continued(tmp_path: Path, monkeypatch:
             run()
         (tmp_path / name).write_text(text)
     with monkeypatch.context() as other_version, pytest.raises(InputError, match="is of another version"):
-        other_version.setattr(cli_sweep, "__version__", "0.0")
+        other_version.setattr("autohete.__version__", "0.0")
         run()
     assert (tmp_path / "a.csv").read_bytes() == data
     run(over="batch-size=2")

@@ -158,7 +158,7 @@ def test_a_base_that_cannot_be_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     with pytest.raises(InputError, match=r"base of hardware '.*node.toml': unknown hardware 'rtx4090-work'.*did you mean"):
         load_hardware(write(path, "", "rtx4090-work"))
-    with pytest.raises(InputError, match=r"base of hardware '.*node.toml': .*'other.toml' cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"base of hardware '.*node.toml': .*other.toml' cannot be read: No such file"):
         load_hardware(write(path, "", "other.toml"))
     path.write_text("base = 3")
     with pytest.raises(InputError, match=r"base of hardware '.*node.toml': base is 3: give a preset's name or"):
