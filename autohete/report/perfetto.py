@@ -129,8 +129,8 @@ def _counters(occupancies: Sequence[Occupancy]) -> Iterator[_Timed]:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 _WANTED = "give a trace that autohete wrote"
-#: Bytes; an iteration of a thousand tasks has some hundred thousand.
-_LARGEST = 1_000_000_000
+#: Bytes; those of a run of twenty thousand tasks are some ten million.
+_LARGEST = 200_000_000
 
 
 def read_trace(path: str | Path) -> Trace:
