@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support import hostile
 from support.command import ENVIRONMENT, SMALL, autohete, refused
@@ -28,6 +28,8 @@ from autohete.report.records import Tally, print_tally
 pytestmark = pytest.mark.slow
 #: A refusal takes less.
 SECONDS = 10
+#: To explain a failure, every line is traced, which takes several times as long.
+PHASES = set(Phase) - {Phase.explain}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_most_options_are_tried() -> None:
     assert len(TRIED) >= len(hostile.OPTIONS) - 10
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, phases=PHASES)
 @given(st.data())
 def test_a_hostile_value_of_any_option_is_refused(folder: Path, data: st.DataObject) -> None:
     """Of any option of any command: no number, name, quantity or policy, and files that cannot be read or written."""
@@ -128,21 +130,21 @@ def _check_file_refused(folder: Path, name: str, text: str, *arguments: str) -> 
         path.unlink()
 
 
-@settings(max_examples=32)
+@settings(max_examples=32, phases=PHASES)
 @given(hostile.hardware_files(), st.sampled_from([["simulate", "--hardware"], ["hardware", "check"], ["hardware", "show"]]))
 def test_a_hostile_hardware_file_is_refused(folder: Path, text: str, command: list[str]) -> None:
     """Any figure, or part of one, that cannot be."""
     _check_file_refused(folder, "x.toml", text, *command, "x.toml", *(SMALL if command[0] == "simulate" else []))
 
 
-@settings(max_examples=32)
+@settings(max_examples=32, phases=PHASES)
 @given(hostile.model_files())
 def test_a_hostile_model_is_refused(folder: Path, text: str) -> None:
     """Any size of a family that cannot be."""
     _check_file_refused(folder, "x.json", text, "simulate", "--model", "x.json", "--policy", "resident")
 
 
-@settings(max_examples=32)
+@settings(max_examples=32, phases=PHASES)
 @given(st.data())
 def test_a_hostile_profile_is_refused(folder: Path, data: st.DataObject) -> None:
     """Any entry of a profile with another type."""
@@ -151,7 +153,7 @@ def test_a_hostile_profile_is_refused(folder: Path, data: st.DataObject) -> None
     _check_file_refused(folder, "x.json", text, "simulate", "--profile", "x.json", "--policy", "resident")
 
 
-@settings(max_examples=32)
+@settings(max_examples=32, phases=PHASES)
 @given(st.data())
 def test_a_hostile_trace_is_refused(folder: Path, data: st.DataObject) -> None:
     """Any entry of a trace with another type."""
@@ -159,7 +161,7 @@ def test_a_hostile_trace_is_refused(folder: Path, data: st.DataObject) -> None:
     _check_file_refused(folder, "x.json", data.draw(hostile.trace_files(document)), "compare", "x.json", "trace.json")
 
 
-@settings(max_examples=32)
+@settings(max_examples=32, phases=PHASES)
 @given(hostile.grid_files())
 def test_a_hostile_grid_is_refused(folder: Path, text: str) -> None:
     """Any option with values that it cannot have."""

@@ -53,68 +53,25 @@ def _options(part: App, command: tuple[str, ...] = ()) -> Iterator[Option]:
 #: All options of all commands.
 OPTIONS = list(_options(app))
 
+# fmt: off
 _NO_NUMBERS = (
-    "",
-    "x",
-    "nan",
-    "-inf",
-    "9" * 5000,
-    "-" + "9" * 30,
-    "1,2",
-    "½",
-    "0x1g",
-    ESCAPE,
-    "\udcff",
-    "$1$",
-    "1 1",
-    "--",
-    "*",
+    "", "x", "nan", "-inf", "9" * 5000, "-" + "9" * 30, "1,2", "½", "0x1g", ESCAPE, "\udcff", "$1$", "1 1", "--", "*",
 )
 _NO_WORDS = (
-    "",
-    "none such",
-    "a" * 100_000,
-    ESCAPE,
-    "\udcff.x",
-    "[bold]",
-    "a\nb",
-    "'",
-    '"',
-    "--",
-    "../..",
-    "$(id)",
-    "=1+1",
-    "{0}",
+    "", "none such", "a" * 100_000, ESCAPE, "\udcff.x", "[bold]", "a\nb", "'", '"', "--", "../..", "$(id)", "=1+1", "{0}",
 )
 _NO_QUANTITIES = (
-    "",
-    "9" * 64_000,
-    " " * 64_000 + "x",
-    "1e999GB",
-    "-1GB",
-    "0GB",
-    "1Gb",
-    "nanGB",
-    f"1{ESCAPE}",
-    "1 GB GB",
-    "\udcff",
+    "", "9" * 64_000 + "$", " " * 64_000 + "x", "1e999GB", "-1GB", "0GB", "1Gb", "nanGB", f"1{ESCAPE}", "1 GB GB", "\udcff",
 )
 _NO_POLICIES = (
-    *("", ":", "resident:x=1", "autohete.policies:NamedPolicy", "os:PathLike", "hostile_module:Policy", "..:X"),
-    *(f"resident{ESCAPE}", "joint:" + "x," * 9999, "zero_offload:paper=", "a.b:C,d=\udcff", "autohete.policies:System"),
+    "", ":", "resident:x=1", "autohete.policies:NamedPolicy", "os:PathLike", "hostile_module:Policy", "..:X",
+    f"resident{ESCAPE}", "joint:" + "x," * 9999, "zero_offload:paper=", "a.b:C,d=\udcff", "autohete.policies:System",
 )
 _NO_ITEMS = (
-    "",
-    "=",
-    "x",
-    "=1",
-    "gpu.memory=",
-    f"gpu.memory={'9' * 64_000}",
-    f"{ESCAPE}=1",
-    "gpu.memory=1GB=2",
-    "x" * 99_999 + "=1",
+    "", "=", "x", "=1", "gpu.memory=", f"gpu.memory={'9' * 64_000}$", f"{ESCAPE}=1", "gpu.memory=1GB=2", "x" * 99_999 + "=1",
 )
 _NO_AXES = (*_NO_ITEMS[:5], "batch-size=1..x:1", "batch-size=1..9:0", "batch-size=9..1:1", "batch-size=1..999999999:1")
+# fmt: on
 
 _FILES = (
     *("fifo", "zero", "folder", "latin", "large", "deep", "digits", "hex", "nul", "empty", "binary"),
@@ -146,8 +103,8 @@ _NOT_TRIED = ("--save", "--drive", "--cluster")
 
 def values(option: Option) -> st.SearchStrategy[str] | None:
     """Values that the option must refuse; None for a switch, and for what is not tried."""
-    kinds = typing.get_args(option.hint) if isinstance(option.hint, types.UnionType) else (option.hint,)
-    kinds = kinds if typing.get_origin(option.hint) is not typing.Union else typing.get_args(option.hint)
+    either = typing.get_origin(option.hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(option.hint) if either else (option.hint,)
     if bool in kinds:
         return st.sampled_from(_NO_WORDS[1:4])
     if int in kinds or float in kinds:
