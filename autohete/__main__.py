@@ -3,7 +3,13 @@
 # What ``signal`` is made of: built in, so that interrupts are caught before anything is imported.
 import _signal  # type: ignore[import-not-found]
 import os
+import sys
 from types import FrameType
+
+# `python -m` looks for modules in the current folder first. A policy or a file with settings could then name code that happens
+# to lie there; PYTHONPATH=. permits it.
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] not in ("", os.path.dirname(os.path.dirname(__file__))):
+    del sys.path[0]
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -27,6 +27,11 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cache
 
+from autohete.printable import shown
+
+#: Names with more characters than this are close to no other.
+_LONGEST_NAME = 100
+
 
 class AutoHeteError(Exception):
     """Base of this package's errors. Can be pickled, so that an error in a worker process reaches the caller."""
@@ -165,7 +170,7 @@ def unknown_name(what: str, given: str, allowed: Iterable[str], listed_by: str =
     near = closest(given, names)
     meant = f"did you mean {alternatives(near)}? " if near else ""
     rest = f"{listed_by} lists all {len(names)}" if listed_by and len(names) > _FEW else f"choose one of {', '.join(names)}"
-    return InputError(f"unknown {what} {given!r}: {meant}{rest}")
+    return InputError(f"unknown {what} {shown(given)}: {meant}{rest}")
 
 
 def suggestion(given: str, allowed: Iterable[str]) -> str:

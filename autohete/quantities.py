@@ -6,6 +6,7 @@ import math
 import re
 
 from autohete.errors import InputError
+from autohete.printable import shown
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -21,7 +22,15 @@ UNITS: dict[str, dict[str, float]] = {
 #: An example of each dimension, for messages.
 EXAMPLES = {"bytes": "40GiB", "bandwidth": "25GB/s", "rate": "312TFLOP/s", "time": "10us"}
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)\s*")
+_QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]*)")
+#: Characters. No number needs as many, and converting digits takes a time that grows with the square of their number.
+_LONGEST = 100
+
+
+def split_quantity(text: str) -> tuple[str, str] | None:
+    """Return the number in ``text`` and the unit after it, both as written; None if it is no number with or without a unit."""
+    match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    return None if match is None else (match[1], match[2])
 
 
 def parse_quantity(text: str, dimension: str) -> float:
@@ -31,10 +40,10 @@ def parse_quantity(text: str, dimension: str) -> float:
         InputError: not a number, a missing or unknown unit, or a value that is not positive and finite.
     """
     example = EXAMPLES[dimension]
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise InputError(f"{text!r} is not a quantity: write a number with its unit, such as {example}")
-    number, unit = float(match[1]), match[2]
+    found = split_quantity(text)
+    if found is None:
+        raise InputError(f"{shown(text)} is not a quantity: write a number with its unit, such as {example}")
+    number, unit = float(found[0]), found[1]
     factors = UNITS[dimension]
     if unit not in factors:
         problem = f"unit {unit!r} of {text!r} is not one of {dimension}" if unit else f"{text!r} has no unit"
@@ -51,10 +60,10 @@ def parse_count(text: str) -> int:
     Raises:
         InputError: not a number, an unknown unit, or less than 1.
     """
-    match = _QUANTITY.fullmatch(text)
-    if match is None or match[2] not in _COUNTS:
-        raise InputError(f"{text!r} is not a number: write it such as 1B, 300M or 50k")
-    value = float(match[1]) * _COUNTS[match[2]]
+    found = split_quantity(text)
+    if found is None or found[1] not in _COUNTS:
+        raise InputError(f"{shown(text)} is not a number: write it such as 1B, 300M or 50k")
+    value = float(found[0]) * _COUNTS[found[1]]
     if not 1 <= value <= 1e18:
         raise InputError(f"{text!r} is not between 1 and 10^18: write a number such as 1B, 300M or 50k")
     return round(value)

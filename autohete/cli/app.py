@@ -28,6 +28,11 @@ from autohete.cli.sweep import sweep
 from autohete.cli.trace_module import trace
 from autohete.cli.train import train
 from autohete.errors import AutoHeteError
+from autohete.files import guarded_inputs
+from autohete.printable import printable
+
+#: Characters of an error that are printed.
+_LONGEST_MESSAGE = 8000
 
 app = App(
     name="autohete",
@@ -48,7 +53,9 @@ app.register_install_completion_command(help="Let the shell complete commands an
 
 def _refuse(app: App, message: str) -> NoReturn:
     try:
-        print(f"{app.name[0]}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        text = printable(" ".join(message.split()))
+        rest = f"… ({len(text):,} characters)" if len(text) > _LONGEST_MESSAGE else ""
+        print(f"{app.name[0]}: {text[:_LONGEST_MESSAGE]}{rest}", file=sys.stderr, flush=True)
     except OSError:
         _silence(sys.stderr)
     sys.exit(2)
@@ -60,7 +67,7 @@ def run_app(app: App) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # escape what the terminal's encoding cannot show
     try:
-        with interruptible(app.name[0]):
+        with interruptible(app.name[0]), guarded_inputs():
             app(exit_on_error=False, print_error=False, result_action="return_value")
             print(end="", flush=True)
     except AutoHeteError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -12,7 +11,6 @@ from decimal import Decimal
 from enum import Enum
 from functools import cache
 from itertools import chain, product
-from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
 from cyclopts import App, Parameter
@@ -20,6 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from autohete.cli.question import BLANK, SHORT_FOR, Question, Shape, key_value
 from autohete.errors import InputError, unknown_name
+from autohete.files import LARGEST_TOML, parse_toml, read_text
+from autohete.printable import shown
 
 POLICY = "policy"
 #: More settings than this are refused.
@@ -80,10 +80,8 @@ def parse_over(item: str, *, bare: bool = False) -> tuple[str, list[str]]:
 def read_grid(path: str) -> list[tuple[str, list[str]]]:
     """Read the table ``[over]`` of a TOML file: each key has a list of values, which are not split at commas."""
     try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise InputError(f"grid {path!r} cannot be read: {error.strerror or error}; give a TOML file") from error
-    except (ValueError, RecursionError) as error:
+        document = parse_toml(read_text(path, "grid", "give a TOML file", LARGEST_TOML))
+    except ValueError as error:
         raise InputError(f"grid {path!r} is not valid TOML: {str(error)[:200]}") from error
     over = document.pop("over", None)
     if not isinstance(over, dict) or document:
@@ -93,12 +91,14 @@ def read_grid(path: str) -> list[tuple[str, list[str]]]:
 
 def _lists(path: str, table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, list[str]]]:
     for key, given in table.items():
-        if isinstance(given, dict):  # a dotted key without quotes
+        if given and isinstance(given, dict):  # a dotted key without quotes
             yield from _lists(path, given, f"{prefix}{key}.")
         elif isinstance(given, list) and all(isinstance(value, (str, int, float)) for value in given):
             yield f"{prefix}{key}", [_text(value) for value in given]
         else:
-            raise InputError(f"grid {path!r}: {prefix}{key} must be a list of strings, numbers or switches, such as [1, 2, 4]")
+            raise InputError(
+                f"grid {path!r}: {shown(f'{prefix}{key}')} must be a list of strings, numbers or switches, such as [1, 2, 4]"
+            )
 
 
 def expand(key: str, text: str) -> list[str]:

@@ -10,6 +10,7 @@ from cyclopts import App
 from autohete.cli.named import HardwareName
 from autohete.cli.outputs import check_outputs
 from autohete.errors import InputError
+from autohete.printable import printable
 
 hardware = App(name="hardware", help="Show, check and begin hardware files.")
 
@@ -45,7 +46,7 @@ def check(file: str, /) -> None:
     notes = read_hardware(file).hardware().remarks
     homes = Counter(figure.home for figure in written_figures(file) if figure.home != DEFAULT)
     inherited = (f", {count} of them from {home}" for home, count in homes.items() if home != str(Path(file)))
-    print("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *left_out(file), *notes]))
+    print(printable("; ".join([f"{file}: ok, {homes.total()} figures{''.join(inherited)}", *left_out(file), *notes])))
 
 
 @hardware.command
@@ -68,4 +69,4 @@ def new(file: str, /, *, base: HardwareName) -> None:
         raise InputError(f"{file!r} exists: give another name, or remove it first")
     check_outputs({"FILE": file})
     write_text(file, new_hardware_text(file, base))
-    print(f"{file} written: fill in what differs from {base}, then run autohete hardware check {file}")
+    print(printable(f"{file} written: fill in what differs from {base}, then run autohete hardware check {file}"))

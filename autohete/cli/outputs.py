@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from autohete.errors import InputError
+from autohete.files import check_writable
 
 #: Outputs that are data, each with an example; the others are pictures.
 _DATA_OUTPUTS = {
@@ -33,19 +34,4 @@ def check_outputs(outputs: dict[str, str]) -> None:
             from autohete.report.style import figure_format
 
             figure_format(path)
-        _check_writable(path)
-
-
-def _check_writable(path: str) -> None:
-    folder = os.path.dirname(os.path.realpath(path))
-    if os.path.isdir(path):
-        reason = "it is a folder"
-    elif os.path.exists(path) and not os.path.isfile(path):
-        return  # such as /dev/stdout
-    elif not os.path.isdir(folder):
-        reason = f"there is no folder {folder!r}"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"folder {folder!r} is not writable"
-    else:
-        return
-    raise InputError(f"{path!r} cannot be written: {reason}; give a file in a folder that exists and is writable")
+        check_writable(path)

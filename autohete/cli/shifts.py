@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from autohete.cli.axes import Setting, axis_of, check_keys, option_field
 from autohete.cli.question import SHORT_FOR, Question, key_value
 from autohete.errors import InputError
+from autohete.quantities import split_quantity
 
 #: How far a figure is moved that has no range.
 _SHARE = 0.1
-_WRITTEN = re.compile(r"\s*(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*([A-Za-z/]*)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +86,12 @@ def _option_text(question: Question, key: str) -> str:
 
 
 def _nearby(key: str, base: str) -> tuple[str, str]:
-    match = _WRITTEN.fullmatch(base)
-    if match is None:
+    written = split_quantity(base)
+    if written is None:
         raise InputError(f"--sensitivity: {key} is {base!r}, not a number: name its values, --over {key}=V1,V2")
-    number, unit = float(match[1]), match[2]
+    number, unit = float(written[0]), written[1]
     low, high = (1 - _SHARE) * number, (1 + _SHARE) * number
-    if not unit and match[1].isdecimal():  # such as cores
+    if not unit and written[0].isdecimal():  # such as cores
         return str(max(1, math.floor(low))), str(math.ceil(high))
     return f"{low:.6g}{unit}", f"{high:.6g}{unit}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+import autohete
 from autohete.cli import groups
 from autohete.cli.axes import POLICY, Axis, Setting, all_axes, diagonal, parse_over, read_grid, settings
 from autohete.cli.interrupt import in_processes
 from autohete.cli.outputs import check_outputs
-from autohete.cli.question import BLANK, Question, Whole
+from autohete.cli.question import BLANK, DEFAULT_HARDWARE, Question, Whole
 from autohete.cli.shifts import shifted, shifts
 from autohete.errors import AutoHeteError, InputError
+from autohete.files import only_writer
 
 if TYPE_CHECKING:
     from autohete.hardware import Hardware
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Options of a question that are about the hardware.
 _WHERE = ("hardware", "set_", "gpu_memory", "host_memory", "pinned_memory", "gpus")
+#: Keys whose values name files or code.
+_NAMED = ("model", "hardware", "profile", POLICY)
 #: How many settings are tried to find one that is valid before anything is written.
 _TRIED = 100
 
@@ -81,7 +86,7 @@ def sweep(
     """
     from autohete.report.crossover import scales
     from autohete.report.parquet import check_pyarrow, is_parquet, journal_of, parquet_writer, read_parquet
-    from autohete.report.records import Tally, header_of, print_tally, read_rows, row_writer
+    from autohete.report.records import Tally, header_of, print_tally, read_rows, row_writer, sealed
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs is {jobs}: give at least 1, or leave it out for one per core")
@@ -103,30 +108,73 @@ def sweep(
     parquet = is_parquet(out)
     if parquet:
         check_pyarrow()
-    there, kept = ([], 0) if not resume else (read_parquet(out, header), 0) if parquet else read_rows(out, header)
-    for path in () if resume else (out, journal_of(out)) if parquet else (out,):
-        if os.path.isfile(path) and os.path.getsize(path):
-            raise InputError(f"{path!r} exists: continue it with --resume, remove it, or give another --out")
-    _check_valid(islice(diagonal(axes), _TRIED))
-    done = {tuple(row[key] for key in keys) for row in there}
-    tally = Tally()
-    for row in there:
-        tally.add(row)
-    missing = [setting for setting in settings(axes) if setting.texts not in done]
-    seen = list(there)
-    begin = time.perf_counter()
-    rows = _rows(missing, keys, jobs, cluster)  # connects to a cluster before there is a file
-    writing = parquet_writer(out, header, keys) if parquet else row_writer(out, header, kept)
-    with writing as write:
-        for row in _with_progress(rows, len(missing)):
-            write(row)
+    with only_writer(journal_of(out) if parquet else out):
+        there, kept = ([], 0) if not resume else (read_parquet(out, header), 0) if parquet else read_rows(out, header)
+        for path in () if resume else (out, journal_of(out)) if parquet else (out,):
+            if os.path.isfile(path) and os.path.getsize(path):
+                raise InputError(f"{path!r} exists: continue it with --resume, remove it, or give another --out")
+        _check_valid(islice(diagonal(axes), _TRIED))
+        missing = _missing(axes, there, out)
+        tally = Tally()
+        for row in there:
             tally.add(row)
-            if drawn:
-                seen.append(row)
+        seen = list(there)
+        begin = time.perf_counter()
+        rows = _rows(missing, keys, jobs, cluster)  # connects to a cluster before there is a row
+        writing = parquet_writer(out, header, keys) if parquet else row_writer(out, header, kept)
+        with writing as write:
+            for row in _with_progress(rows, len(missing)):
+                write(sealed(row, _question_digest(*(row.get(key) for key in _NAMED))))
+                tally.add(row)
+                if drawn:
+                    seen.append(row)
     varied = [axis.key for axis in axes if len(axis.values) > 1]
     print_tally(tally, varied, len(missing), time.perf_counter() - begin, out)
     if plot is not None:
         _plot([row for row in seen if all(row[axis.key] in axis.values for axis in axes)], drawn, axes, plot)
+
+
+def _missing(axes: Sequence[Axis], there: Sequence[Row], path: str) -> list[Setting]:
+    """Return the settings that have no row in the file ``path``.
+
+    Raises:
+        InputError: the row of a setting answers another question.
+    """
+    from autohete.report.records import question_of
+
+    keys = [axis.key for axis in axes]
+    done = {tuple(row[key] for key in keys): row for row in there}
+    missing = []
+    for setting in settings(axes):
+        row = done.get(setting.texts)
+        if row is None:
+            missing.append(setting)
+        elif question_of(row) != _question_digest(*(row.get(key) for key in _NAMED)):
+            where = ", ".join(f"{axis.key}={row[axis.key]}" for axis in axes if len(axis.values) > 1 or axis.key in _NAMED)
+            raise InputError(
+                f"{path!r} cannot be continued: its row of {where} is of another version, or older than a change of "
+                "the model, hardware, profile or policy that it names; choose another file"
+            )
+    return missing
+
+
+@lru_cache(maxsize=1024)
+def _question_digest(model: str | None, hardware: str | None, profile: str | None, policy: str) -> str:
+    """Return a digest of what the names in a setting stand for, which are files and code that can change."""
+    import inspect
+
+    from autohete.hardware.document import combine, read_chain
+    from autohete.profile.profile_file import read_profile
+    from autohete.report.records import digest
+    from autohete.workload.config import read_model
+
+    return digest(
+        autohete.__version__,
+        "" if model is None else repr(read_model(model)),
+        "" if profile is None else repr(read_profile(profile)),
+        json.dumps(combine(read_chain(hardware or DEFAULT_HARDWARE))),
+        inspect.getsource(sys.modules[type(_policy(policy).system).__module__]),
+    )
 
 
 def _plot(rows: Sequence[Row], drawn: Sequence[Scale], axes: Sequence[Axis], path: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from autohete.cli.outputs import check_outputs
 from autohete.cli.saved_training import SavedTraining
 from autohete.cli.text_options import NO_FILES, ModelFolders, SavingOptions, TextModel, TextTraining, TimelineFiles
 from autohete.errors import InputError
@@ -223,6 +224,7 @@ def _run(
         subject, workload = _gpt(options, held, training.seed, training.micro_batches, rank)
         if measured_profile is not None:
             _check_same(measured_profile.workload, workload)
+    check_outputs(files.by_option)  # before the training also that they are none of the files read above
     if training.verify is not None:
         _verify(subject, training.verify, lr, keywords)
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autohete.errors import InputError, unknown_name
+from autohete.files import LARGEST_TOML, parse_toml, read_text
 from autohete.hardware.pcie import JOIN, joined
+from autohete.printable import shown
 from autohete.quantities import parse_quantity
 
 #: How the name of a profile ends, which has the hardware that it was measured on.
@@ -24,6 +25,10 @@ _PROFILE = ".json"
 BASE = "base"
 #: The key that lists what a file leaves out of its base, as dotted keys of tables and figures.
 WITHOUT = "without"
+#: Bytes that a profile may have: some thousands for each unit of its model.
+LARGEST_PROFILE = 100_000_000
+#: Documents that a hardware file may be based on, one on the other.
+_MOST_BASES = 16
 #: A figure is ``table.table.figure.value``; tables nested deeper than this mean nothing.
 _DEEPEST = 8
 #: Figures that can be set where a file leaves them out: a limit of the system, not of the machine, and how nodes are joined.
@@ -96,6 +101,10 @@ def read_chain(source: str) -> list[Document]:
             raise InputError(
                 f"hardware {source!r} is based on itself: {' -> '.join([*labels, label])}; remove {BASE!r} from one of these"
             )
+        if len(chain) > _MOST_BASES:
+            raise InputError(
+                f"hardware {source!r} has more than {_MOST_BASES} bases, one based on the other: combine some of them"
+            )
         asked, folder = content.get(BASE), Path(label).parent
         tables = {key: node for key, node in content.items() if key not in (BASE, WITHOUT)}
         chain.append(Document(label, tables, _left_out(label, content.get(WITHOUT, []), asked is not None)))
@@ -117,7 +126,7 @@ def _left_out(label: str, keys: object, has_base: bool) -> tuple[str, ...]:
     """Return the keys under ``without`` of the document ``label``."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise InputError(
-            f'hardware {label!r}: {WITHOUT} is {keys!r}: give a list of keys, such as ["interconnect", "places.nvme"]'
+            f'hardware {label!r}: {WITHOUT} is {shown(keys)}: give a list of keys, such as ["interconnect", "places.nvme"]'
         )
     if keys and not has_base:
         raise InputError(
@@ -148,37 +157,25 @@ def _place(label: str) -> str:
 def _read(asked: object, folder: Path) -> tuple[str, str]:
     """Return the label and the text of a preset, by name, or of a file, by its path from ``folder``."""
     if not isinstance(asked, str):
-        raise InputError(f"{BASE} is {asked!r}: give a preset's name or the path of a TOML file as text")
-    try:
-        if asked in preset_names():
-            preset = resources.files("autohete.hardware") / "presets" / f"{asked}.toml"
-            return asked, preset.read_text(encoding="utf-8")
-        if asked.endswith((".toml", _PROFILE)) or "/" in asked:
-            path = folder / asked
-            return str(path), path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(
-            f"hardware file {asked!r} cannot be read: {reason}; give a preset, a TOML file or a profile"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"hardware file {asked!r} is not UTF-8 text: give a TOML file") from error
-    except ValueError as error:  # a NUL in the path
-        raise InputError(f"hardware file {asked!r} cannot be read: {error}; give a preset, a TOML file or a profile") from error
+        raise InputError(f"{BASE} is {shown(asked)}: give a preset's name or the path of a TOML file as text")
+    if asked in preset_names():
+        preset = resources.files("autohete.hardware") / "presets" / f"{asked}.toml"
+        return asked, preset.read_text(encoding="utf-8")
+    if asked.endswith((".toml", _PROFILE)) or "/" in asked:
+        path = str(folder / asked)
+        limit = LARGEST_PROFILE if asked.endswith(_PROFILE) else LARGEST_TOML
+        return path, read_text(path, "hardware file", "give a preset, a TOML file or a profile", limit)
     raise unknown_name("hardware", asked, [*preset_names(), "FILE.toml"], "autohete presets hardware")
 
 
 @lru_cache(maxsize=64)
 def _toml(label: str, text: str) -> Mapping[str, Any]:
-    """Return the tables in ``text``, with TOML's dates as text: a date needs no quotes there. The settings of a sweep read the
-    same preset thousands of times.
-    """
+    """Return the tables in ``text``. The settings of a sweep read the same preset thousands of times."""
     try:
-        parsed = tomllib.loads(text)
-        _check_depth(label, parsed)
-        tables: dict[str, Any] = json.loads(json.dumps(parsed, default=str))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of thousands of digits
+        tables = parse_toml(text)
+    except ValueError as error:
         raise InputError(f"hardware file {label!r} is not valid TOML: {str(error)[:200]}") from error
+    _check_depth(label, tables)
     return tables
 
 

@@ -15,13 +15,14 @@ from autohete.errors import InputError, suggestion
 from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
 from autohete.hardware.pcie import ASSUMED, DEFAULT, joined
+from autohete.printable import shown
 from autohete.quantities import EXAMPLES, UNITS, parse_quantity
 
 
 def _quantity(dimension: str) -> Callable[[object], object]:
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise ValueError(f'{value!r} has no unit: write a string such as "{EXAMPLES[dimension]}"')
+            raise ValueError(f'{shown(value)} has no unit: write a string such as "{EXAMPLES[dimension]}"')
         try:
             return parse_quantity(value, dimension)
         except InputError as error:
@@ -61,6 +62,8 @@ _KINDS: dict[str, object] = {
     "Cores": _Cores,
     "Count": _Count,
 }
+#: Faults that an error lists.
+_MOST_FAULTS = 20
 #: Stands for the name of a place in keys.
 _ANY_PLACE = "NAME"
 _PlaceName = Annotated[str, BeforeValidator(_name_of_place)]
@@ -395,8 +398,8 @@ def read_hardware(source: str | Path, overrides: Mapping[str, str] | None = None
     ``without`` lists is left out of the base: dotted keys of tables or figures.
 
     Raises:
-        InputError: no such preset or file, not TOML, a file that is based on itself, or missing, unknown or absurd figures (all
-            listed in one message).
+        InputError: no such preset or file, not TOML, a file that is based on itself, or missing, unknown or absurd figures (up
+            to 20 of them listed in one message).
     """
     return _validated(read_chain(str(source)), overrides or {})
 
@@ -406,7 +409,9 @@ def _validated(chain: Sequence[Document], overrides: Mapping[str, str]) -> Hardw
     try:
         checked = HardwareFile.of(document)
     except ValidationError as error:
-        faults = "; ".join([*(_fault(chain, fault) for fault in error.errors()), *_of_pool(chain, document)])
+        listed = error.errors(include_url=False)[:_MOST_FAULTS]
+        more = [f"and {error.error_count() - len(listed):,} more"] if error.error_count() > len(listed) else []
+        faults = "; ".join([*(_fault(chain, fault) for fault in listed), *more, *_of_pool(chain, document)])
         raise InputError(f"hardware {chain[0].label!r}: {faults}") from error
     if wrong := _of_pool(chain, document):
         raise InputError(f"hardware {chain[0].label!r}: {'; '.join(wrong)}")
@@ -437,9 +442,9 @@ def _home(chain: Sequence[Document], key: str) -> str | None:
 
 
 def _reason(fault: Any) -> str:
-    name = fault["loc"][-1]
+    name = fault["loc"][-1] if fault["loc"] else ""  # of a text that is no JSON, such as half a surrogate pair
     if "range" in fault["loc"] and fault["type"] in ("missing", "too_long", "tuple_type"):
-        return f"a range has two ends, each written as the value is, the lower one first (given: {fault['input']!r})"
+        return f"a range has two ends, each written as the value is, the lower one first (given: {shown(fault['input'])})"
     if fault["type"] == "missing":
         return "missing: " + _MISSING.get(name, "give it a table with value, source and date")
     if fault["type"] == "extra_forbidden":
@@ -449,11 +454,11 @@ def _reason(fault: Any) -> str:
         place = str(fault["loc"][1]) if key.startswith("places.") else _ANY_PLACE
         return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile, place))}"
     if fault["type"] == "model_type":
-        return f"not a table (given: {fault['input']!r}): give one; that of a figure has value, source and date"
+        return f"not a table (given: {shown(fault['input'])}): give one; that of a figure has value, source and date"
     if name in _MISSING and fault["type"].startswith("string_"):
-        return f"{_MISSING[name]} (given: {fault['input']!r})" if fault["input"] else "empty: " + _MISSING[name]
+        return f"{_MISSING[name]} (given: {shown(fault['input'])})" if fault["input"] else "empty: " + _MISSING[name]
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return f"{message} (given: {fault['input']!r})" if fault["type"] != "value_error" else message
+    return f"{message} (given: {shown(fault['input'])})" if fault["type"] != "value_error" else message
 
 
 def _keys(model: type[BaseModel], place: str, prefix: str = "") -> Iterator[str]:

@@ -7,9 +7,11 @@ import os
 import re
 from pathlib import Path
 
+from autohete.errors import InputError
 from autohete.hardware.document import WITHOUT, combine, find, preset_names, read_chain
 from autohete.hardware.pcie import DEFAULT
 from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
+from autohete.printable import shown
 
 _HEAD = """\
 # This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in
@@ -22,8 +24,10 @@ def new_hardware_text(path: str, base: str) -> str:
     """Return the text of a hardware file at ``path`` that is based on ``base``, a preset's name or a file's path.
 
     Raises:
-        InputError: ``base`` is not valid.
+        InputError: ``base`` is not valid, or its path cannot be written in a file.
     """
+    if not base.isprintable():
+        raise InputError(f"base {shown(base)} cannot be named in a file: give it a name of printable text")
     document, figures = read_hardware(base), {each.key: each for each in written_figures(base) if each.home != DEFAULT}
     name = re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100]
     lines = [

@@ -2,7 +2,7 @@
 
 A published system is a module of this package with a dataclass ``SYSTEM``: the module name is its name, the fields are its
 flags. Other packages register theirs with an entry point of the group ``autohete.policies``. Any other policy is named by its
-module and class.
+module and class; the module is installed, or in a folder of the environment's ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import os
 import pkgutil
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from autohete.errors import AutoHeteError, InputError, OptimizerError, unknown_n
 from autohete.plan import Plan
 from autohete.plan.policy import Judge
 from autohete.policies.flags import flags_of
+from autohete.printable import shown
 from autohete.profile import Profile
 
 #: Entry point group in which other packages register their policies.
@@ -105,6 +104,8 @@ def parse_policy(text: str) -> NamedPolicy:
     Raises:
         InputError: unknown policy, unknown flag, or invalid value for a flag.
     """
+    if not text.isprintable():
+        raise InputError(f"policy {shown(text)} is not printable text: write NAME[:flag,flag=value]")
     name, _, rest = text.strip().partition(":")
     flags = [item.strip() for item in rest.split(",") if item.strip()]
     if name in POLICIES:
@@ -115,7 +116,7 @@ def parse_policy(text: str) -> NamedPolicy:
         system = _imported(name, flags.pop(0))
     else:
         raise unknown_name("policy", name, [*POLICIES, *others.names], "autohete presets policies")
-    types_of = typing.get_type_hints(system)
+    types_of = {field.name: typing.get_type_hints(system)[field.name] for field in dataclasses.fields(system) if field.init}
     values: dict[str, object] = {}
     for item in flags:
         flag, given, value = item.partition("=")
@@ -124,6 +125,11 @@ def parse_policy(text: str) -> NamedPolicy:
         if flag in values:
             raise InputError(f"{name}:{flag} is given twice: give it once")
         values[flag] = _flag_value(f"{name}:{flag}", types_of[flag], value if given else None)
+    for field in dataclasses.fields(system):
+        if field.init and field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise InputError(
+                f"{name}:{field.name} is missing: give {field.name}=VALUE, or a default to this field of the class"
+            )
     return NamedPolicy(text.strip(), system(**values))
 
 
@@ -154,10 +160,10 @@ def search_space(name: str, profile: Profile) -> tuple[str, ...]:
 
 
 def _imported(module: str, name: str) -> type[System]:
-    """Import a class from an installed module or from one in the current directory."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
+    """Import a class from a module: an installed one, or one in a folder of the environment's ``PYTHONPATH``.
+
+    Never from the current folder by itself, since a file with settings may name any module.
+    """
     try:
         found = getattr(importlib.import_module(module), name, None)
     except AutoHeteError:
@@ -165,9 +171,14 @@ def _imported(module: str, name: str) -> type[System]:
     except Exception as error:  # a third-party module may raise anything
         raise InputError(
             f"the policy's module {module!r} cannot be imported: {type(error).__name__}: {error}. Looked among the installed "
-            f"packages and in {here}"
+            "packages and in the folders of PYTHONPATH; for a module in the current folder set PYTHONPATH=."
         ) from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and callable(getattr(found, "plan", None))):
+    if not (
+        isinstance(found, type)
+        and dataclasses.is_dataclass(found)
+        and callable(getattr(found, "plan", None))
+        and found is not NamedPolicy
+    ):
         raise InputError(
             f"{module}:{name} is no policy: name a class such as my.module:MyPolicy, a dataclass with a method "
             "plan(profile, judge) whose fields are its flags"

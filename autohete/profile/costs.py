@@ -10,6 +10,7 @@ from autohete.documents import as_json
 from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
+from autohete.printable import shown
 from autohete.quantities import format_bytes, format_seconds
 from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload
@@ -42,6 +43,8 @@ class SavedTensors:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.name.isprintable():
+            raise InputError(f"name is {shown(self.name)}: give printable text")
         if self.selective and self.seconds is None:
             raise InputError(f"selective recomputation makes {self.name!r} again, but seconds does not say how long it takes")
 

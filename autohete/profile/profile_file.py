@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -13,8 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from autohete.documents import as_json
 from autohete.errors import InputError
-from autohete.files import write_text
+from autohete.files import read_text, write_text
 from autohete.hardware import HardwareFile
+from autohete.hardware.document import LARGEST_PROFILE
+from autohete.printable import shown
 from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.workload import Workload
 
@@ -68,10 +69,7 @@ def read_profile(path: str | Path) -> Profile:
         InputError: no such file, not a profile file, or invalid values.
     """
     try:
-        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"profile {str(path)!r} cannot be read: {reason}; write one with autohete profile") from error
+        document: Any = json.loads(read_text(path, "profile", "write one with autohete profile", LARGEST_PROFILE))
     except (ValueError, RecursionError) as error:
         raise InputError(f"profile {str(path)!r} is not JSON: {str(error)[:200]}; write one with autohete profile") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
@@ -92,9 +90,9 @@ def read_profile(path: str | Path) -> Profile:
     numbers += [n for unit in units for n in unit.measured_selective_workspace_bytes or ()]
     numbers += [n for some in (*map(astuple, saved), astuple(loss)) for n in some]
     for number in (n for n in numbers if isinstance(n, (int, float))):
-        if not (math.isfinite(number) and 0 <= number < _ABSURD):
+        if not 0 <= number < _ABSURD:  # also NaN
             raise InputError(
-                f"profile {str(path)!r} holds {number}: times and sizes are finite and not negative; measure it again"
+                f"profile {str(path)!r} holds {shown(number)}: times and sizes are finite and not negative; measure it again"
             )
     if len(units) != workload.unit_count:
         raise InputError(f"profile {str(path)!r} has {len(units)} blocks, its workload {workload.unit_count}: measure it again")

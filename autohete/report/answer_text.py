@@ -9,6 +9,7 @@ from autohete.analysis.bounds import period_bounds
 from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need, Offloading
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
+from autohete.printable import printable
 from autohete.quantities import format_bytes, format_count, format_ratio, format_seconds
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
@@ -61,7 +62,7 @@ def sections(answer: Answer) -> list[tuple[str, list[str]]]:
         ("The largest that fits", _largest(answer)),
         ("Assumptions", _assumed(answer)),
     ]
-    return [(title, lines) for title, section in parts if (lines := list(section))]
+    return [(title, lines) for title, section in parts if (lines := [*map(printable, section)])]
 
 
 # --- whether it fits ----------------------------------------------------------------------------------------------

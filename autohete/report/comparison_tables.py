@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.markup import escape
 
 from autohete.analysis.comparison import ComparedRun, Comparison, LaneDifference, Pair
 from autohete.quantities import format_bytes, format_seconds
@@ -69,7 +68,7 @@ def _print_kinds(out: Console, comparison: Comparison) -> None:
 def _print_lanes(out: Console, comparison: Comparison) -> None:
     lanes = table("lanes: work per iteration", ["lane", "busy A", "busy B", "difference", ""])
     for lane in comparison.lanes:
-        lanes.add_row(escape(lane.lane), *_seconds(lane.busy_seconds))
+        lanes.add_row(lane.lane, *_seconds(lane.busy_seconds))
     out.print(lanes)
 
 
@@ -92,7 +91,7 @@ def _print_order(out: Console, lanes: tuple[LaneDifference, ...]) -> None:
     )
     for lane in lanes:
         swaps = [f"{s.first} {s.then}{f' ({s.times} times)' if s.times > 1 else ''}" for s in lane.swaps]
-        order.add_row(escape(lane.lane), ", ".join(swaps) or "-", f"{lane.swapped} of {lane.neighbours} pairs")
+        order.add_row(lane.lane, ", ".join(swaps) or "-", f"{lane.swapped} of {lane.neighbours} pairs")
     out.print(order)
 
 
@@ -101,7 +100,7 @@ def _print_tasks(out: Console, comparison: Comparison) -> None:
         return
     tasks = table("tasks that differ most, mean time", ["task", "lane", "A", "B", "difference", ""], left=2)
     for task in comparison.tasks:
-        tasks.add_row(task.task, escape(task.lane), *_seconds(task.mean_seconds))
+        tasks.add_row(task.task, task.lane, *_seconds(task.mean_seconds))
     out.print(tasks)
 
 
@@ -110,7 +109,7 @@ def _print_peaks(out: Console, comparison: Comparison) -> None:
         return
     peaks = table("memories: peak of the whole run", ["memory", "peak A", "peak B", "difference", ""])
     for memory, peak in comparison.peak_bytes.items():
-        peaks.add_row(escape(memory), format_bytes(peak.a), format_bytes(peak.b), *_difference(peak, format_bytes))
+        peaks.add_row(memory, format_bytes(peak.a), format_bytes(peak.b), *_difference(peak, format_bytes))
     out.print(peaks)
 
 

@@ -187,7 +187,7 @@ def draw(rows: Sequence[Row], axes: Sequence[Scale], title: str) -> Figure:
     """Draw lines over one axis, or a map over two."""
     from matplotlib.figure import Figure
 
-    from autohete.report.style import style
+    from autohete.report.style import as_label, style
 
     metric = metric_of(rows)
     with style():
@@ -197,7 +197,7 @@ def draw(rows: Sequence[Row], axes: Sequence[Scale], title: str) -> Figure:
             _draw_lines(panel, lines(rows, axes[0], metric), axes[0], metric)
         else:
             _draw_map(panel, rows, axes, metric)
-        panel.set_title(title, fontsize="medium")
+        panel.set_title(as_label(title), fontsize="medium")
     return figure
 
 

@@ -15,7 +15,7 @@ from autohete.analysis.occupancy import Occupancy
 from autohete.errors import InputError
 from autohete.execution.trace import Clock, Nanoseconds, Trace
 from autohete.quantities import format_seconds
-from autohete.report.style import Look, look, luminance, style
+from autohete.report.style import Look, as_label, look, luminance, style
 from autohete.schedule import (
     COLLECTIVE,
     CPU,
@@ -94,7 +94,7 @@ def gantt_figure(trace: Trace, first: int, last: int, title: str) -> Figure:
         figure = Figure(figsize=(_WIDTH_IN, _gantt_height(trace)))
         axes = figure.subplots()
         _time_axis(axes, span, trace.clock)
-        axes.set_title(title, pad=_TITLE_PT)
+        axes.set_title(as_label(title), pad=_TITLE_PT)
         _draw_lanes(figure, [_Row(axes, trace, span)], first)
     return figure
 
@@ -136,10 +136,12 @@ def _stacked(runs: Sequence[tuple[str, Trace]], iteration: int, title: str, lane
         height = _MARGIN_IN + _MARGIN_BETWEEN_IN * (len(runs) - 1) + lane_in * sum(lanes)
         figure = Figure(figsize=(_WIDTH_IN, height))
         axes = figure.subplots(len(runs), sharex=True, height_ratios=lanes, squeeze=False)[:, 0]
-        figure.suptitle(title)
+        figure.suptitle(as_label(title))
         rows = []
         for each, (name, trace), (begin, end) in zip(axes, runs, spans, strict=True):
-            each.set_title(f"{name} {format_seconds((end - begin) * 1e-9)}", loc="left", pad=_TITLE_PT if goes_on else None)
+            each.set_title(
+                f"{as_label(name)} {format_seconds((end - begin) * 1e-9)}", loc="left", pad=_TITLE_PT if goes_on else None
+            )
             rows.append(_Row(each, trace, (begin, begin + longest), None if goes_on else end))
         _time_axis(axes[-1], rows[-1].span, None if goes_on else runs[0][1].clock)
         _draw_lanes(figure, rows, iteration)
@@ -164,7 +166,7 @@ def memory_figure(
         for axes, occupancy in zip(rows, occupancies, strict=True):
             _draw_memory(axes, occupancy, (first_ns, last_ns))
         _time_axis(rows[-1], (first_ns, last_ns), clock)
-        figure.suptitle(title)
+        figure.suptitle(as_label(title))
     return figure
 
 
@@ -181,7 +183,7 @@ def combined_figure(trace: Trace, occupancy: Occupancy, first: int, last: int, t
         above, below = figure.subplots(2, sharex=True, height_ratios=[_LANE_IN * len(_drawn_lanes(trace)), _MEMORY_IN - 0.3])
         _draw_memory(below, occupancy, span)
         _time_axis(below, span, trace.clock)
-        above.set_title(title, pad=_TITLE_PT)
+        above.set_title(as_label(title), pad=_TITLE_PT)
         _draw_lanes(figure, [_Row(above, trace, span)], first)
     return figure
 

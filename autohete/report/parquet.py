@@ -13,13 +13,15 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from autohete.errors import InputError
-from autohete.files import atomic_write
+from autohete.files import atomic_write, read_bytes
 from autohete.plan import PlanCounts
-from autohete.report.records import COLUMNS, Row, difference, read_rows, row_writer
+from autohete.report.records import COLUMNS, Row, check_sealed, difference, read_rows, row_writer
 from autohete.simulate.summary import Summary
 
 #: Rows of a group; a reader loads one at a time.
 _GROUP = 10_000
+#: Bytes.
+_LARGEST = 2_000_000_000
 
 
 def is_parquet(path: str) -> bool:
@@ -80,24 +82,29 @@ def read_parquet(path: str, header: Sequence[str]) -> list[Row]:
     """Read the rows of a sweep's Parquet file and of its journal; none if neither exists.
 
     Raises:
-        InputError: not a file of a sweep with this header.
+        InputError: not a file of a sweep with this header, or with a row that has changed since it was written.
     """
     return [*_read(path, header), *read_rows(journal_of(path), header)[0]]
 
 
 def _read(path: str, header: Sequence[str]) -> list[Row]:
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return []
     arrow, parquet = _pyarrow()
+    data = read_bytes(path, "file", "give a file written by this sweep", _LARGEST, continued=True)
     try:
-        table = parquet.read_table(path)
-    except (arrow.ArrowException, OSError) as error:
-        problem = str(error).splitlines()[0]
+        table = parquet.read_table(arrow.BufferReader(data))
+        values = table.to_pylist()
+    except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
+        problem = str(error).partition("\n")[0]
         raise InputError(f"{path!r} is not a sweep's file: {problem}; choose another file") from error
     if table.column_names != list(header):
         mismatch = difference(table.column_names, header)
         raise InputError(f"{path!r} cannot be continued: {mismatch}; sweep over the same keys, or choose another file")
-    return [{name: _text(value) for name, value in row.items()} for row in table.to_pylist()]
+    rows = [{name: _text(value) for name, value in row.items()} for row in values]
+    for number, row in enumerate(rows, start=1):
+        check_sealed(path, number, row)
+    return rows
 
 
 def _text(value: object) -> str:

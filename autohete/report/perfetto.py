@@ -24,7 +24,7 @@ from autohete.analysis.occupancy import Occupancy
 from autohete.documents import Stated, as_json
 from autohete.errors import InputError, ScheduleError
 from autohete.execution.trace import Clock, Trace
-from autohete.files import atomic_write
+from autohete.files import atomic_write, read_bytes
 from autohete.schedule import KIND_MEANING, parse_schedule, validate
 
 _PROCESS = 1
@@ -178,6 +178,8 @@ def _counters(occupancies: Sequence[Occupancy]) -> Iterator[_Timed]:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 _WANTED = "give a trace that autohete wrote"
+#: Bytes; those of a run of twenty thousand tasks are some ten million.
+_LARGEST = 200_000_000
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -187,9 +189,7 @@ def read_trace(path: str | Path) -> Trace:
         InputError: ``path`` cannot be read, is not a trace written by autohete, or is damaged.
     """
     try:
-        document = json.loads(Path(path).read_bytes(), parse_float=Decimal)
-    except OSError as error:
-        raise InputError(f"trace {str(path)!r} cannot be read: {error.strerror or error}; {_WANTED}") from error
+        document = json.loads(read_bytes(path, "trace", _WANTED, _LARGEST), parse_float=Decimal)
     except (ValueError, ArithmeticError, RecursionError) as error:  # ArithmeticError: a number too large for Decimal
         raise InputError(f"{str(path)!r} is not a trace: it is not JSON ({error}); {_WANTED}") from error
     about = document.get("autohete") if isinstance(document, dict) else None

@@ -10,12 +10,12 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from autohete.errors import InputError, suggestion, unknown_name
 from autohete.hardware import WrittenFigure, left_out, preset_names, read_hardware, written_figures
 from autohete.hardware.pcie import DEFAULT
 from autohete.policies import POLICIES
+from autohete.quantities import split_quantity
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.workload import WORKLOADS, BlockRole, Workload
 from autohete.workload.config import bundled_name, model_names, model_source, read_model
@@ -39,7 +39,7 @@ def print_presets(kinds: tuple[str, ...] = (), word: str = "") -> None:
         for row in rows:
             names.append(row[0])
             if all(part in " ".join(row).casefold() for part in parts):
-                shown.add_row(*map(escape, row))
+                shown.add_row(*row)
         if shown.rows:
             out.print(shown)
             some = True
@@ -145,7 +145,7 @@ def _print_part(out: Console, title: str, figures: list[WrittenFigure], *, sever
     columns = ["figure", "value", "range", "date", *(["from"] if several else [])]
     shown = table(title, columns, remark=several, give_way=["from"])
     for figure in figures:
-        home = [escape(Path(figure.home).name)] if several else []
+        home = [Path(figure.home).name] if several else []
         shown.add_row(_name(figure), _readable(figure.value), _range(figure), figure.date, *home)
     out.print(shown)
     for figure in figures:
@@ -168,9 +168,9 @@ def _range(figure: WrittenFigure) -> str:
 
 def _readable(written: str | float) -> str:
     """Return a figure with at most six digits and a blank before its unit."""
-    match = re.fullmatch(r"\s*([-+.\deE]*\d\.?)\s*([A-Za-z/]*)\s*", str(written))
-    assert match is not None  # it has been validated
-    return f"{float(match[1]):.6g} {match[2]}".rstrip()
+    parts = split_quantity(str(written))
+    assert parts is not None  # it has been validated
+    return f"{float(parts[0]):.6g} {parts[1]}".rstrip()
 
 
 def print_model(workload: Workload, source: str | None) -> None:
@@ -189,7 +189,7 @@ def print_model(workload: Workload, source: str | None) -> None:
     alike = Counter((_part(w, unit), w.unit_parameters(unit)) for unit in range(w.unit_count))
     for (part, parameters), count in alike.items():
         share = f"{100 * count * parameters / w.parameters:.1f} %"
-        parts.add_row(escape(part), str(count), f"{parameters:,}", share)
+        parts.add_row(part, str(count), f"{parameters:,}", share)
     out.print(parts)
     if source is not None:
         print_text(out, f"source: {source}")

@@ -1,20 +1,29 @@
-"""The file of a sweep: CSV, one row per setting, written row by row; a file that was cut short can be continued."""
+"""The file of a sweep: CSV, one row per setting, written row by row; a file that was cut short can be continued.
+
+Each row ends with two digests: one of what the names in the setting stand for (see :func:`sealed`), and one of the row. A file
+with a row that has changed, or that answers another question, is not continued. A text that a spreadsheet would compute begins
+with an apostrophe.
+"""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
+import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import get_type_hints
 
 from autohete.errors import InputError
+from autohete.files import open_at_once, read_bytes
 from autohete.plan import PlanCounts
+from autohete.printable import printable
 from autohete.report.tables import console, print_text, table
 from autohete.simulate.summary import Summary
 
@@ -22,6 +31,13 @@ from autohete.simulate.summary import Summary
 INVALID = "invalid"
 
 Row = dict[str, str]
+
+#: The last column.
+DIGEST = "digest"
+#: Bytes; a million rows have about as many.
+_LARGEST = 2_000_000_000
+#: How a text begins that a spreadsheet takes for a formula, perhaps after apostrophes; and what is a number all the same.
+_FORMULA, _NUMBER = re.compile(r"'*[=+\-@]"), re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
 def _scalars() -> Iterator[str]:
@@ -38,8 +54,8 @@ COLUMNS = tuple(_scalars())
 
 
 def header_of(keys: Sequence[str]) -> list[str]:
-    """Return the header of a sweep over ``keys``: the keys, then the columns of the answer that are not among them."""
-    return [*keys, *(column for column in COLUMNS if column not in keys)]
+    """Return the header of a sweep over ``keys``: these, the columns of the answer that are not among them, and the digests."""
+    return [*keys, *(column for column in COLUMNS if column not in keys), DIGEST]
 
 
 def answered(key: Mapping[str, str], summary: Summary) -> Row:
@@ -50,7 +66,42 @@ def answered(key: Mapping[str, str], summary: Summary) -> Row:
 
 def refused(key: Mapping[str, str], reason: str) -> Row:
     """Return the row of a setting that is invalid."""
-    return dict.fromkeys(COLUMNS, "") | {"verdict": INVALID, "explanation": " ".join(reason.split())} | dict(key)
+    return dict.fromkeys(COLUMNS, "") | {"verdict": INVALID, "explanation": _cell(reason)} | dict(key)
+
+
+def sealed(row: Row, question: str) -> Row:
+    """Return ``row`` with its digests.
+
+    Args:
+        row: the answer of a setting.
+        question: the digest of what the names in the setting stand for: model, hardware, profile and policy.
+    """
+    return row | {DIGEST: f"{question}-{_digest_of(row, question)}"}
+
+
+def question_of(row: Row) -> str:
+    """Return the digest of the question that ``row`` answers."""
+    return row[DIGEST].partition("-")[0]
+
+
+def digest(*parts: str) -> str:
+    """Return a short digest of some texts."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+
+def _digest_of(row: Row, question: str) -> str:
+    # Parquet does not keep whether a number was written as 1 or as 1.0.
+    return digest(question, *(f"{name}={cell.removesuffix('.0')}" for name, cell in sorted(row.items()) if name != DIGEST))
+
+
+def check_sealed(path: str, number: int, row: Row) -> None:
+    """Check that row ``number`` of the file ``path``, counted from 1, is as it was written.
+
+    Raises:
+        InputError: it is not.
+    """
+    if sealed(row, question_of(row)) != row:
+        raise InputError(f"{path!r} row {number} is not as it was written: remove it, or choose another file")
 
 
 def _value(summary: Summary, column: str) -> object:
@@ -62,14 +113,20 @@ def _value(summary: Summary, column: str) -> object:
 
 def _cell(value: object) -> str:
     if isinstance(value, str):
-        return " ".join(value.split())
+        return printable(" ".join(value.split()))
     return "" if value is None else json.dumps(value)
 
 
-def _line(cells: Sequence[str]) -> bytes:
+def csv_line(cells: Iterable[str]) -> str:
+    """Return a line of CSV, in which no text is a formula of a spreadsheet."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode(errors="backslashreplace")
+    guarded = (f"'{cell}" if _FORMULA.match(cell) and not _NUMBER.fullmatch(cell) else cell for cell in cells)
+    csv.writer(text, lineterminator="\n").writerow(guarded)
+    return text.getvalue()
+
+
+def _read_cell(text: str) -> str:
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
@@ -79,17 +136,13 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
         The rows, and the number of bytes up to the end of the last one. Without even a complete header: none, and 0.
 
     Raises:
-        InputError: not a file of a sweep with this header.
+        InputError: not a file of a sweep with this header, or with a row that has changed since it was written.
     """
-    try:
-        with open(path, "rb") as stream:
-            data = stream.read()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return [], 0
-    except OSError as error:
-        raise InputError(f"{path!r} cannot be read: {error.strerror or error}; give a file written by this sweep") from error
+    data = read_bytes(path, "file", "give a file written by this sweep", _LARGEST, continued=True)
     end = data.rfind(b"\n") + 1  # no cell has a line end, so a row without one was cut
-    if end == 0 and _line(header).startswith(data):
+    if end == 0 and csv_line(header).encode().startswith(data):
         return [], 0
     try:
         lines = list(csv.reader(io.StringIO(data[:end].decode(), newline=""), strict=True))
@@ -105,7 +158,10 @@ def read_rows(path: str, header: Sequence[str]) -> tuple[list[Row], int]:
             raise InputError(
                 f"{path!r} line {number} has {len(line)} cells, not {len(header)}: remove it, or choose another file"
             )
-    return [dict(zip(header, line, strict=True)) for line in lines[1:]], end
+    rows = [dict(zip(header, map(_read_cell, line), strict=True)) for line in lines[1:]]
+    for number, row in enumerate(rows, start=1):
+        check_sealed(path, number, row)
+    return rows, end
 
 
 def difference(columns: Sequence[str], header: Sequence[str]) -> str:
@@ -127,13 +183,18 @@ def row_writer(path: str, header: Sequence[str], keep: int = 0) -> Iterator[Call
     Raises:
         InputError: the file cannot be written.
     """
-    with open(path, "ab", buffering=0) as stream:
+    try:
+        stream = open(path, "ab", buffering=0, opener=open_at_once)  # noqa: SIM115  (closed below)
+    except OSError as error:
+        raise InputError(f"{path!r} cannot be written: {error.strerror or error}; choose another file") from error
+    with stream:
+        os.set_blocking(stream.fileno(), True)
         if os.path.isfile(path):  # a device or a pipe cannot be cut
             stream.truncate(keep)
 
         def write(cells: Sequence[str]) -> None:
             try:
-                rest = memoryview(_line(cells))
+                rest = memoryview(csv_line(cells).encode())
                 while rest:  # a full disk takes a part of it
                     rest = rest[stream.write(rest) :]
             except BrokenPipeError:  # the reader has seen enough

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from autohete.quantities import format_seconds
-from autohete.report.records import Row
+from autohete.report.records import Row, csv_line
 from autohete.report.tables import console, print_text, table
 
 if TYPE_CHECKING:
@@ -75,17 +71,14 @@ def _weight(one: Moved) -> float:
 
 def effects_csv(moved: Sequence[Moved]) -> str:
     """Return one row per value and policy."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     header = ["key", "base", "value", "policy", "verdict", "iteration_seconds", "base_seconds", "percent", "explanation"]
-    writer.writerow(header)
+    lines = [csv_line(header)]
     for one in moved:
         numbers = ("" if x is None else repr(x) for x in (one.base_seconds, one.percent))
         row = one.row
-        writer.writerow(
-            [one.key, one.base, one.value, one.policy, row["verdict"], row["iteration_seconds"], *numbers, row["explanation"]]
-        )
-    return text.getvalue()
+        before = (one.key, one.base, one.value, one.policy, row["verdict"], row["iteration_seconds"])
+        lines.append(csv_line([*before, *numbers, row["explanation"]]))
+    return "".join(lines)
 
 
 def print_effects(moved: Sequence[Moved], rows: Sequence[Row]) -> None:
@@ -101,7 +94,7 @@ def print_effects(moved: Sequence[Moved], rows: Sequence[Row]) -> None:
     for one in moved:
         points.setdefault((one.key, one.value), {})[one.policy] = one
     shown = {point: by for point, by in points.items() if any(_weight(one) >= _NOTHING for one in by.values())}
-    effect = table("effect of one value alone on the iteration time", ["figure", "is", "value", *map(escape, policies)])
+    effect = table("effect of one value alone on the iteration time", ["figure", "is", "value", *policies])
     for (key, value), by in list(shown.items())[:_MOST_ROWS]:
         effect.add_row(key, next(iter(by.values())).base, value, *(_cell(by.get(policy)) for policy in policies))
     if shown:
@@ -125,7 +118,7 @@ def tornado(moved: Sequence[Moved], title: str) -> Figure:
     """Draw a panel per policy: for each figure a bar from its lowest to its highest iteration time, the largest on top."""
     from matplotlib.figure import Figure
 
-    from autohete.report.style import style
+    from autohete.report.style import as_label, style
 
     policies = list(dict.fromkeys(one.policy for one in moved))
     keys = list(dict.fromkeys(one.key for one in moved if _weight(one) >= _NOTHING))[:_MOST_BARS]
@@ -137,11 +130,11 @@ def tornado(moved: Sequence[Moved], title: str) -> Figure:
             _draw_bars(panel, [one for one in moved if one.policy == policy], keys)
             base = next((one.base_seconds for one in moved if one.policy == policy), None)
             time = "does not fit" if base is None else f"{format_seconds(base)} an iteration"
-            panel.set_title(f"{policy}\n{time}", fontsize="medium")
+            panel.set_title(as_label(f"{policy}\n{time}"), fontsize="medium")
         panels[0].set_yticks(range(len(keys)), keys)
         panels[0].set_ylim(len(keys) - 0.4, -0.6)
         figure.supxlabel("change of the iteration time (%)", fontsize="medium")
-        figure.suptitle(title, fontsize="medium")
+        figure.suptitle(as_label(title), fontsize="medium")
     return figure
 
 

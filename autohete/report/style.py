@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 
 from autohete.errors import InputError
 from autohete.files import atomic_write
+from autohete.printable import printable
 from autohete.schedule import Kind
 
 # Okabe and Ito, "Color Universal Design" (2008), with a grey.
@@ -84,9 +87,19 @@ def luminance(colour: str) -> float:
     return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
-def style() -> AbstractContextManager[None]:
-    """Apply AutoHete's style on top of matplotlib's defaults, so that user settings do not change the figures."""
-    return matplotlib.style.context("autohete.report.autohete", after_reset=True)
+@contextmanager
+def style() -> Iterator[None]:
+    """Apply AutoHete's style on top of matplotlib's defaults, so that user settings do not change the figures. A character that
+    the font does not have is drawn as a box, without a warning.
+    """
+    with matplotlib.style.context("autohete.report.autohete", after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        yield
+
+
+def as_label(text: str) -> str:
+    """Return ``text`` for a figure, as it is: without what a terminal obeys, and with dollar signs that begin no formula."""
+    return "\n".join(map(printable, text.split("\n"))).replace("$", r"\$")
 
 
 #: Metadata that would differ between runs or matplotlib versions is left out of the files.

@@ -11,12 +11,12 @@ import rich.table
 from rich import box
 from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
-from rich.markup import escape
 from rich.text import Text
 
 from autohete.analysis.usage import Cause
 from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
+from autohete.printable import printable
 from autohete.quantities import format_bytes, format_seconds
 from autohete.schedule import CPU, GPU, GPU_MEMORY
 from autohete.simulate import Simulation
@@ -73,12 +73,12 @@ def wrapped(line: str, width: int, indent: int = 0) -> list[str]:
 
 
 def print_text(out: Console, line: str, style: str | None = None, indent: int = 2) -> None:
-    """Print plain text: wrapped between words where the width is known, that is, on a terminal or with the environment's
-    ``COLUMNS``; unwrapped in another file or pipe. Further rows of a line are indented.
+    """Print plain text, made :func:`~autohete.printable.printable`: wrapped between words where the width is known, that is, on
+    a terminal or with the environment's ``COLUMNS``; unwrapped in another file or pipe. Further rows of a line are indented.
     """
-    for each in line.split("\n"):
+    for each in map(printable, line.split("\n")):
         for row in wrapped(each, out.width, indent) if out.is_terminal or _width_given() else [each]:
-            out.print(row, style=style, markup=False, soft_wrap=True)
+            out.print(row, style=style, markup=False, emoji=False, soft_wrap=True)
 
 
 class FittedTable:
@@ -104,8 +104,8 @@ class FittedTable:
         give_way: Sequence[str],
         elsewhere: str,
     ) -> None:
-        self._title = title
-        self._columns = columns
+        self._title = printable(title)
+        self._columns = [*map(printable, columns)]
         self._words = words
         self._give_way = give_way
         self._elsewhere = elsewhere
@@ -117,17 +117,18 @@ class FittedTable:
         return len(self._rows)
 
     def add_row(self, *cells: str, end_section: bool = False) -> None:
-        """Add a row, one cell per column, in rich's markup; ``end_section`` draws a line below it."""
-        self._rows.append((cells, end_section))
+        """Add a row of plain text, one cell per column; ``end_section`` draws a line below it."""
+        self._rows.append(([*map(printable, cells)], end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._fit(options.max_width)
         shown = rich.table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, width in widths.items():
             justify: JustifyMethod = "left" if place in self._words else "right"
-            shown.add_column(self._columns[place], justify=justify, width=width, overflow="fold")
+            shown.add_column(Text(self._columns[place]), justify=justify, width=width, overflow="fold")
         for cells, end_section in self._rows:
-            shown.add_row(*(cells[place] for place in widths), end_section=end_section)
+            plain = (console.render_str(cells[place], markup=False, emoji=False) for place in widths)
+            shown.add_row(*plain, end_section=end_section)
         for row in wrapped(self._title, options.max_width):
             yield Text(row, style="table.title")
         # Wider than the console only if even the narrowest form is.
@@ -143,7 +144,7 @@ class FittedTable:
         """Return the shown columns with their widths."""
         natural, least = {}, {}
         for place, header in enumerate(self._columns):
-            cells = [Text.from_markup(cells[place]).plain for cells, _ in self._rows]
+            cells = [cells[place] for cells, _ in self._rows]
             natural[place] = max(map(cell_len, [header, *cells]))
             if place in self._words:
                 # A word longer than half the console is folded; a text column keeps room for a few words.
@@ -279,7 +280,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
         speeds.add_row(
-            escape(s.policy),
+            s.policy,
             s.verdict,
             or_dash(s.iteration_seconds, format_seconds),
             or_dash(s.samples_per_second, "{:.2f}".format),
@@ -343,7 +344,7 @@ def _print_reasons(out: Console, running: Sequence[Summary]) -> None:
     for s in running:
         assert s.bound_seconds is not None
         reasons.add_row(
-            escape(s.policy),
+            s.policy,
             *(f"{100 * s.lanes[lane]:.0f} %" if lane in s.lanes else "-" for lane in lanes),
             *(format_seconds(s.idle_seconds[cause]) if s.idle_seconds[cause] > 1e-9 else "-" for cause in waits),
             format_seconds(s.bound_seconds),

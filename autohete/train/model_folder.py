@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from autohete.errors import InputError
+from autohete.files import read_text
 from autohete.train.checkpoints import bring_to_disk, hidden_folder
 from autohete.train.text_data import Tokenizer, pieces_of
 
@@ -59,14 +60,12 @@ def check_model_folder(folder: str | Path) -> None:
         InputError: says what is wrong.
     """
     folder, transformers = Path(folder), _transformers()
+    cure = f"give a folder with {_CONFIG} and model.safetensors, such as save_pretrained writes"
+    text = read_text(folder / _CONFIG, "model", cure)
     try:
-        architectures = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{str(folder)!r} has no model: {_CONFIG} cannot be read ({reason}); give a folder with {_CONFIG} and "
-            "model.safetensors, such as save_pretrained writes"
-        ) from error
+        architectures = json.loads(text).get("architectures") or []
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise InputError(f"{str(folder)!r} has no model: {_CONFIG} cannot be read ({str(error)[:200]}); {cure}") from error
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in architectures:
         if name not in known:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autohete.errors import InputError
+from autohete.files import read_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +28,8 @@ SUFFIXES = frozenset(_PROSE | _CODE)
 #: Folders left out: installed packages, and the standard library's tests, tables, applications and old copies.
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "encodings", "idlelib", "turtledemo", "lib2to3", "distutils"}
 _LIBRARY_CHARACTERS = 4_000_000
+#: Bytes of a file.
+_LARGEST = 2**32
 
 
 def read_text(source: str | Path | None) -> str:
@@ -73,10 +76,10 @@ def _texts(folder: Path, suffixes: set[str] | frozenset[str], without: set[str])
 def _text(path: Path) -> str:
     """Return the file's text; empty if it is not UTF-8 or contains a NUL, as binary files do."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, "text", "give a UTF-8 text file or a folder of them", _LARGEST).decode()
     except UnicodeDecodeError:
         return ""
-    return "" if "\0" in text else text
+    return "" if "\0" in text else text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class Tokenizer(Protocol):

@@ -9,9 +9,13 @@ from functools import lru_cache
 
 from autohete.errors import InputError, check_fields, unknown_name
 from autohete.hashing import Hashed, hashed_once
+from autohete.printable import shown
 from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer, has_masters
 from autohete.workload.training import FULL, NF4_BYTES, LinearLayer, Training, is_target, linear_layers
+
+#: Characters.
+LONGEST_NAME = 200
 
 
 class Precision(StrEnum):
@@ -97,7 +101,7 @@ class Workload(Hashed):
     """A transformer, its kernels, and the batch of one GPU.
 
     Args:
-        name: of the model.
+        name: of the model; printable.
         hidden_size: width ``h`` of the residual stream.
         transformer_blocks: number ``L`` of transformer blocks; embedding and head come on top.
         heads: attention heads ``a``; without an architecture a divisor of the hidden size.
@@ -147,6 +151,8 @@ class Workload(Hashed):
             if type(value) is not int or not 1 <= value <= limit:
                 raise InputError(f"{field} is {value!r}: it must be a whole number between 1 and {limit:,}")
         check_fields(self)
+        if not (self.name.isprintable() and len(self.name) <= LONGEST_NAME):
+            raise InputError(f"name is {shown(self.name)}: give at most {LONGEST_NAME} printable characters")
         if self.loss_chunks is not None and not self.chunked_loss:
             raise InputError(f"loss_chunks is {self.loss_chunks}, but the loss is not chunked: give chunked_loss as well")
         if self.loss_chunks is not None and not 1 <= self.loss_chunks <= self.tokens:

@@ -17,15 +17,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from autohete.errors import InputError, alternatives, suggestion, unknown_name
-from autohete.workload import Workload
+from autohete.files import read_text
+from autohete.printable import printable
+from autohete.workload import LONGEST_NAME, Workload
 from autohete.workload.families import FAMILIES
 from autohete.workload.hub import CONFIG, cache_folder, cached_models, model_of
 from autohete.workload.table import is_table, parse_table
 from autohete.workload.traced import traced_workload
 from autohete.workload.weights import check_weights
 
-#: Bytes; published files have a few thousand.
-_LARGEST_FILE = 10_000_000
 #: Models of images and text whose file describes the language model in a part of its own.
 _TEXT_CONFIG = "text_config"
 #: The command that lists the bundled models.
@@ -203,16 +203,8 @@ def _read(given: str, path: Path) -> tuple[str, str]:
     """Text of a ``config.json``, and the name of its model: the folder's, or the file's own where that is more specific."""
     if path.is_dir():
         path = path / CONFIG
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise InputError(f"model {given!r} is {path.stat().st_size} bytes long: give a config.json, not the weights")
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        inside = f" ({CONFIG} in it)" if path != Path(given) else ""
-        raise InputError(
-            f"model {given!r}{inside} cannot be read: {reason}; give a name that {_LISTED_BY} lists, or a config.json"
-            f"{suggestion(given, model_names())}"
-        ) from error
+    inside = f" ({CONFIG} in it)" if path != Path(given) else ""
+    cure = f"give a name that {_LISTED_BY} lists, or a config.json{suggestion(given, model_names())}"
+    text = read_text(str(path), f"model{inside}", cure)
     name = model_of(path.parent) if path.name == CONFIG else path.stem
-    return text, name or path.stem
+    return text, printable(name or path.stem)[:LONGEST_NAME]

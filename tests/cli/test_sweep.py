@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import itertools
 import json
+import linecache
 import os
 import re
 import signal
@@ -26,12 +28,16 @@ from autohete.cli.axes import all_axes, diagonal, expand, parse_over, read_grid,
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
-from autohete.report.records import COLUMNS
+from autohete.report.records import COLUMNS, csv_line, read_rows, sealed
 from autohete.workload import Kernels
 
 #: The question of :data:`SMALL` without its batch size.
 SHAPE = Shape(hidden_size=256, transformer_blocks=4, heads=4, vocabulary_size=1000)
 QUESTION = Question(shape=SHAPE)
+#: Keys of a ``config.json``.
+MODEL = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 1024}
+# `autohete.cli.sweep` in an import is the command of this name.
+cli_sweep = importlib.import_module("autohete.cli.sweep")
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -275,6 +281,99 @@ def test_only_the_same_sweep_is_continued(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             run("batch-size=1")
         assert out.read_bytes() == bad
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a sweep with two rows, in which a text begins like a formula."""
+    folder = tmp_path_factory.mktemp("written")
+    (folder / "=m.json").write_text(json.dumps(MODEL))
+    with contextlib.chdir(folder):
+        sweep(out="a.csv", question=Question(model="=m.json"), policy=("resident",), over=("batch-size=1,2",), jobs=1)
+    return (folder / "a.csv").read_bytes()
+
+
+@pytest.mark.slow
+@given(data=st.data())
+def test_a_row_that_has_changed_is_not_continued(
+    written: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever bit of the file has flipped, its rows are refused, or are as they were, or the last is cut."""
+    path = tmp_path_factory.getbasetemp() / "flipped.csv"
+    header = written.partition(b"\n")[0].decode().split(",")
+    path.write_bytes(written)
+    rows, _ = read_rows(str(path), header)
+    place = data.draw(st.integers(0, 8 * len(written) - 1))
+    flipped = bytearray(written)
+    flipped[place // 8] ^= 1 << place % 8
+    path.write_bytes(flipped)
+    with contextlib.suppress(InputError):
+        found, _ = read_rows(str(path), header)
+        assert found in (rows, rows[:1], [])
+
+
+def test_no_text_is_a_formula(written: bytes, tmp_path: Path) -> None:
+    """A cell that a spreadsheet would compute begins with an apostrophe, which is no part of the text; numbers have none."""
+    assert written.count(b"'=m") == written.count(b"=m") > 0
+    cells = ["=1+1", "'=1+1", "''+a", "-1.5e-3", "+2", "-x", "@a", "a=b", "'a", "-1GB"]
+    guarded = ["'=1+1", "''=1+1", "'''+a", "-1.5e-3", "+2", "'-x", "'@a", "a=b", "'a", "'-1GB"]
+    assert csv_line(cells) == ",".join(guarded) + "\n"
+    sheet = [csv_line(sealed({"key": each}, "0").values()) for each in cells]
+    (tmp_path / "a.csv").write_text("key,digest\n" + "".join(sheet))
+    assert [row["key"] for row in read_rows(str(tmp_path / "a.csv"), ["key", "digest"])[0]] == cells
+
+
+def test_a_row_of_another_question_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model, hardware or policy that has changed since, or another version, refuses the rows; others are added to them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = 'base = "a100-40gb-epyc7713"\n[gpu.memory]\nvalue = "{}GiB"\nsource = "a test"\ndate = "2026-11"\n'
+    policy = "from dataclasses import dataclass\nfrom autohete.policies.resident import Resident\n@dataclass(frozen=True)\n"
+    files = {
+        "m.json": (json.dumps(MODEL), json.dumps(MODEL | {"n_layer": 3})),
+        "node.toml": (node.format(40), node.format(20)),
+        "mine.py": (f"{policy}class Mine(Resident): ...\n", f"{policy}class Mine(Resident): pass\n"),
+    }
+
+    def run(*, resume: bool = True, over: str = "batch-size=1") -> None:
+        cli_sweep._question_digest.cache_clear()
+        linecache.clearcache()
+        question = Question(model="m.json", hardware="node.toml")
+        sweep(out="a.csv", question=question, policy=("mine:Mine",), over=(over,), jobs=1, resume=resume)
+
+    for name, (text, _) in files.items():
+        (tmp_path / name).write_text(text)
+    run(resume=False)
+    data = (tmp_path / "a.csv").read_bytes()
+    for name, (text, other) in files.items():
+        (tmp_path / name).write_text(other)
+        with pytest.raises(InputError, match=r"its row of .*model=m.json.* is of another version, or older than a change"):
+            run()
+        (tmp_path / name).write_text(text)
+    with monkeypatch.context() as other_version, pytest.raises(InputError, match="is of another version"):
+        other_version.setattr("autohete.__version__", "0.0")
+        run()
+    assert (tmp_path / "a.csv").read_bytes() == data
+    run(over="batch-size=2")
+    assert [row["batch-size"] for row in rows(tmp_path / "a.csv")] == ["1", "2"]
+
+
+@pytest.mark.slow
+def test_two_sweeps_do_not_write_one_file(tmp_path: Path) -> None:
+    """While one writes, another is refused, with --resume or without, and changes nothing."""
+    out = tmp_path / "out.csv"
+    command = ["sweep", *SMALL[:-2], "--over", "batch-size=1..999:1", "--out", str(out), "--jobs", "1"]
+    with subprocess.Popen([sys.executable, "-m", "autohete", *command], stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGSTOP)
+        data = out.read_bytes()
+        for resume in (["--resume"], []):
+            assert "is being written by another process: wait until that ends" in refused(*command, *resume)
+        assert out.read_bytes() == data
+        process.kill()
+    few = [word.replace("1..999:1", "1..3:1") for word in command]
+    assert autohete(*few, "--resume").returncode == 0
 
 
 @pytest.mark.slow

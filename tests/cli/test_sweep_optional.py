@@ -13,7 +13,7 @@ from support.command import SMALL, in_a_process, refused
 from autohete.cli.question import Question, Shape
 from autohete.cli.sweep import sweep
 from autohete.errors import InputError
-from autohete.report.parquet import journal_of
+from autohete.report.parquet import journal_of, read_parquet
 
 QUESTION = Question(shape=Shape(hidden_size=256, transformer_blocks=4, heads=4, vocabulary_size=1000))
 needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -82,6 +82,34 @@ def test_a_parquet_file_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyP
     out.write_bytes(b"PAR1")
     with pytest.raises(InputError, match="not a sweep's file"):
         run(out, "batch-size=1", resume=True)
+
+
+@pytest.mark.slow
+@needs_pyarrow
+def test_a_parquet_row_that_has_changed_is_not_continued(tmp_path: Path) -> None:
+    """Whatever byte of the file is another, its rows are refused or are as they were; so are rows that were written again."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    run(path, "batch-size=1,2")
+    whole, header = path.read_bytes(), parquet.read_schema(path).names
+    rows = read_parquet(str(path), header)
+    refusals = 0
+    for place in range(4, len(whole), len(whole) // 200):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            assert read_parquet(str(path), header) == rows
+        except InputError:
+            refusals += 1
+    assert refusals > 50
+    path.write_bytes(whole)
+    table = parquet.read_table(path)
+    place = table.column_names.index("iteration_seconds")
+    faster = pyarrow.array([None if x is None else x / 2 for x in table.column(place).to_pylist()])
+    parquet.write_table(table.set_column(place, "iteration_seconds", faster), path)
+    with pytest.raises(InputError, match=r"row \d is not as it was written: remove it, or choose another file"):
+        run(path, "batch-size=1,2", resume=True)
 
 
 @pytest.mark.slow

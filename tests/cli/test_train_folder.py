@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -166,9 +167,16 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def pipe(path: Path) -> None:
+    """Put a pipe without a writer in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "no folder": (shutil.rmtree, r"has no model: config.json cannot be read \(No such file or directory\)"),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no model: config.json cannot be read"),
+    "no folder": (shutil.rmtree, "config.json' cannot be read: No such file or directory; give a folder with config.json and"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json' cannot be read: No such file"),
+    "a pipe": (lambda f: pipe(f / "config.json"), "config.json' cannot be read: it is a device or a pipe"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "has no model: config.json cannot be read"),
     "another kind": (
         lambda f: edit(f / "config.json", architectures=["BertForMaskedLM"]),

@@ -16,7 +16,7 @@ import autohete
 
 SOURCE = Path(autohete.__file__).parent
 
-_VALUES = {"errors", "quantities", "hashing", "files", "collector", "documents", "tabular"}
+_VALUES = {"errors", "quantities", "hashing", "files", "collector", "documents", "tabular", "printable"}
 _SCHEDULE = _VALUES | {"schedule"}
 _TRACE = _SCHEDULE | {"execution"}
 _MODEL = _VALUES | {"workload", "hardware", "profile"}
@@ -26,13 +26,14 @@ _SIMULATED = _LOWERING | {"planner", "policies", "sim", "simulate"}
 #: What each package may import, besides itself. A module that may import other things than its package has a line of its own,
 #: in which its package has to be named.
 ALLOWED: dict[str, set[str]] = {
-    "errors": set(),
-    "quantities": {"errors"},
+    "printable": set(),
+    "errors": {"printable"},
+    "quantities": {"errors", "printable"},
     "hashing": set(),
     "documents": set(),
     "tabular": {"errors"},
     "collector": set(),
-    "files": {"errors"},
+    "files": {"errors", "printable"},
     # What is trained and where, and how long it takes.
     "workload": _VALUES,
     "hardware": _VALUES,

@@ -53,6 +53,9 @@ def test_the_hooks_run_what_make_lint_runs() -> None:
 def test_the_hosted_ci_runs_the_local_one() -> None:
     """The workflow's one command is ``.ci/run``, which can be executed, on the oldest Python that the package takes."""
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    uses = re.findall(r"uses: (.*)$", workflow, re.MULTILINE)
+    assert uses
+    assert [each for each in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", each)] == []  # a tag can be moved
     assert re.findall(r"^ +- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")

@@ -81,9 +81,9 @@ def written(file: str) -> list[dict[str, str]]:
     return list(csv.DictReader((ROOT / "paper_figs" / file).read_text().splitlines()))
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, path: str = str(ROOT)) -> str:
     """The output of a command that must succeed without a warning."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, timeout=300)
     assert done.returncode == 0, (command, done.stderr)
     assert done.stderr == "", command
@@ -114,7 +114,9 @@ def test_the_page_on_policies_works(tmp_path: Path) -> None:
     for language, code in re.findall(r"^```(sh|python)\n(.*?)^```", POLICY_PAGE.read_text(), re.DOTALL | re.MULTILINE):
         if language == "sh":
             for command in code.splitlines():
-                assert "my_policy:Spill" in run(sys.executable, "-m", *shlex.split(command), cwd=tmp_path)
+                here, *words = shlex.split(command)
+                path = os.pathsep.join([here.removeprefix("PYTHONPATH="), str(ROOT)])
+                assert "my_policy:Spill" in run(sys.executable, "-m", *words, cwd=tmp_path, path=path)
             continue
         file = code.splitlines()[0].removeprefix("# ")
         (tmp_path / file).write_text(code)
@@ -140,7 +142,9 @@ def test_no_command_hides_in_another_block(page: Path) -> None:
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", page.read_text(), re.MULTILINE)
     assert set(fences[::2]) <= {"sh", "python", "text", "toml"}  # test_hardware_bases.py and test_sweep.py read the last
     assert set(fences[1::2]) <= {""}
-    assert all(re.match(r"(autohete|make) ", line) for block in blocks(page, "sh") for line in block.splitlines())
+    assert all(
+        re.match(r"(PYTHONPATH=\. )?(autohete|make) ", line) for block in blocks(page, "sh") for line in block.splitlines()
+    )
     assert not re.search(r"^\W*(autohete|make|python) ", "".join(blocks(page, "text")), re.MULTILINE)
 
 

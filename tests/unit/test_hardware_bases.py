@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,7 +117,8 @@ def test_a_file_adds_tables_that_its_base_lacks(tmp_path: Path) -> None:
         (own("gpu", "48GiB"), "gpu.value: unknown key"),
         (own("links.h2d.bandwidth", 51), "links.h2d.bandwidth.value: 51 has no unit"),
         (own("links.h2d.bandwidth", "51"), "links.h2d.bandwidth.value: '51' has no unit"),
-        (f"[a{'.a' * 2000}]\nx = 1", "nests tables more than 8 deep"),
+        (f"[a{'.a' * 20}]\nx = 1", "nests tables more than 8 deep"),
+        (f"[a{'.a' * 2000}]\nx = 1", "has too many parts"),
         ("links = 3", r"links: not a table \(given: 3\)"),
         ('gpu.memory = "48GiB"', r"gpu.memory: not a table \(given: '48GiB'\): give one; that of a figure has value, source"),
     ],
@@ -160,7 +162,7 @@ def test_a_base_that_cannot_be_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     with pytest.raises(InputError, match=r"base of hardware '.*node.toml': unknown hardware 'rtx4090-work'.*did you mean"):
         load_hardware(write(path, "", "rtx4090-work"))
-    with pytest.raises(InputError, match=r"base of hardware '.*node.toml': .*'other.toml' cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"base of hardware '.*node.toml': .*other.toml' cannot be read: No such file"):
         load_hardware(write(path, "", "other.toml"))
     path.write_text("base = 3")
     with pytest.raises(InputError, match=r"base of hardware '.*node.toml': base is 3: give a preset's name or"):
@@ -218,3 +220,25 @@ def test_a_new_file_finds_a_base_in_another_folder(tmp_path: Path) -> None:
     path.write_text(new_hardware_text(str(path), str(base)))
     assert 'base = "./../a/base.toml"' in path.read_text()
     assert load_hardware(path).gpu.memory_bytes == 40 * 2**30
+
+
+def test_a_chain_of_bases_has_an_end(tmp_path: Path) -> None:
+    """A file based on another, and that on the next, is refused after 16 of them, however many there are."""
+    for number in range(300):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=r"0.toml' has more than 16 bases"):
+        read_hardware(tmp_path / "0.toml")
+    assert time.perf_counter() - begin < 1
+    write(tmp_path / "15.toml", "")
+    assert read_hardware(tmp_path / "0.toml") == read_hardware(NODE)
+
+
+def test_an_error_is_no_longer_than_its_use(tmp_path: Path) -> None:
+    """Of many faults 20 are listed, and the others counted; suggestions for them take no time."""
+    path = write(tmp_path / "many.toml", "".join(f"key{number} = 1\n" for number in range(20_000)))
+    begin = time.perf_counter()
+    with pytest.raises(InputError, match=r"key19: unknown key.*; and 19,980 more$") as refusal:
+        read_hardware(path)
+    assert time.perf_counter() - begin < 5
+    assert len(str(refusal.value)) < 5000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.policies.checkpointing import Checkpointing
 from autohete.policies.stronghold import StrongHold
-from autohete.quantities import UNITS, format_bytes, format_seconds, parse_quantity
+from autohete.quantities import UNITS, format_bytes, format_seconds, parse_count, parse_quantity
 from autohete.workload import WORKLOADS, BlockRole, Precision, Units, Workload, named_workload
 from autohete.workload.optimizers import Optimizer, state_bytes
 
@@ -51,6 +52,21 @@ def test_a_quantity_that_is_not_one_is_refused(text: str) -> None:
     """No number, no unit, bits, another dimension, zero, negative and infinite are errors that show an example."""
     with pytest.raises(InputError, match="25GB/s"):
         parse_quantity(text, "bandwidth")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 64_000 + "$", " " * 64_000 + "x", "1" + " " * 64_000 + "$", "1." + "0" * 64_000 + "GB/s/s"],
+    ids=["digits", "blanks before", "blanks behind", "fraction"],
+)
+def test_a_long_text_is_refused_as_soon_as_a_short_one(text: str) -> None:
+    """Reading takes no time that grows with the square of the length, and the error repeats only the beginning."""
+    begin = time.perf_counter()
+    for read in (parse_count, lambda text: parse_quantity(text, "bandwidth")):
+        with pytest.raises(InputError) as refusal:
+            read(text)
+        assert len(str(refusal.value)) < 500
+    assert time.perf_counter() - begin < 0.1
 
 
 @given(st.sampled_from(sorted(UNITS)), st.data())
