@@ -262,7 +262,7 @@ def _best_first(some: Sequence[Gain]) -> tuple[Gain, ...]:
 def _who_grows(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]:
     """Policies of which one fits wherever any does: ``joint``, or without it all that can plan; the fastest may grow least."""
     able = [each.name for each in candidates if each.summary.verdict is not Verdict.INVALID]
-    return [JOINT] if JOINT in able and hardware.gpus == 1 else longest_first(able)
+    return [JOINT] if JOINT in able else longest_first(able)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ class Trial:
         return Result(self.policy, found.verdict, "", found.iteration_seconds, found.tokens_per_second, _peaks(found))
 
     def _planner(self) -> NamedPolicy:
-        """The policy that plans anew. ``joint`` is quick: there are many changes."""
-        if self.policy != JOINT:
+        """The policy that plans anew. ``joint`` is quick, as there are many changes, but for another number of GPUs."""
+        if self.policy != JOINT or self.change.gpus is not None:
             return parse_policy(self.policy)
         return NamedPolicy(JOINT, Joint(quick=True) if self.start is None else JointFrom(self.start, quick=True))
 
@@ -96,19 +96,20 @@ def trials(
     work: list[Trial] = []
     for change in changes:
         gpus = change.gpus or site.gpus
-        covers = gpus == 1 and JOINT in names
+        covers = JOINT in names
         chosen = [each.name for each in fitting if not each.same_plan_as][:2]
-        if change.gpus is not None:
-            chosen = [*dict.fromkeys([*names, *default_policies(gpus)])]
-        elif covers:
+        if covers:
             chosen = [JOINT]
+        elif change.gpus is not None:
+            chosen = [*dict.fromkeys([*names, *default_policies(gpus)])]
         elif gpus > 1 or not fitting:
             chosen = [*names]
         trial = partial(Trial, change, profile.workload, site)
         same_units = change.workload is None or change.workload.units is profile.workload.units
+        same_units = same_units and change.gpus is None
         start = best.plan if best is not None and covers and same_units else None
         work += [trial(name, start=start if name == JOINT else None) for name in longest_first(chosen)]
-        if best is not None and change.gpus is None and same_units:
+        if best is not None and same_units:
             work.append(trial(best.name, best.plan))
     return work
 

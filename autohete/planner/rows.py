@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.hardware import Place
+from autohete.hardware import Hardware, Place
 from autohete.lowering.copies import lane_between
 from autohete.lowering.shards import parts_of
 from autohete.plan import Activations, UnitPlan
@@ -162,6 +162,11 @@ def _place_seconds(place: Place, one: UnitCosts) -> float:
     )
 
 
+def _dram_bandwidth(hardware: Hardware) -> float:
+    """The rate of all copies and the CPU's work together."""
+    return max(hardware.host.usable_bandwidth, hardware.cpu.update_bandwidth)
+
+
 _Alike = tuple[list[tuple[int, tuple[UnitPlan, ...]]], list[int]]
 
 
@@ -289,7 +294,9 @@ class Model:
             between.append(follow + gathered * self._reached[:, None])
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
-        floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m
+        hardware = self._profile.hardware  # a copy that memory slows takes as many times its rounding
+        slowed_by = max(hardware.h2d.bandwidth, hardware.d2h.bandwidth) / _dram_bandwidth(hardware)
+        floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m * max(1.0, slowed_by)
         of_places = [self._sum(everything, tables.moves(partial(_place_seconds, place))) for place in self._places]
         seconds = stacked([*loads, *cycles, self._before_backward(gpu), *of_places])
         stall = self._stall(gradients)
@@ -341,7 +348,7 @@ class Model:
         h2d, d2h = hardware.h2d, hardware.d2h
         update = hardware.cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
-        dram = max(hardware.host.usable_bandwidth, update)
+        dram = _dram_bandwidth(hardware)
         copied = up * h2d.bandwidth + down * d2h.bandwidth
         return [up, down, cpu, copied * (1 / link), (copied + cpu * update) * (1 / dram)]
 
@@ -406,7 +413,8 @@ class Model:
         if self._shared:
             at_update = self._sum(everything, resident) + self._sum(at, streamed + complete)
         sure = stacked([at_loss, at_forward, at_backward, at_update])
-        # Bytes fetched for the next pass, and bytes waiting for their copy.
+        updated = tables.others(lambda one: one.gradient_bytes * (one.gpu_update > 0)) * float(self._shared and self._m == 1)
+        # Bytes fetched for the next pass, and bytes waiting for their copy, or on several GPUs for the updates after backward.
         away, next_down = self._away, (units[None, :] == units[:, None] - 1).astype(float)
         next_up = (units[None, :] == units[:, None] + 1).astype(float)
         pending = stacked(
@@ -415,6 +423,7 @@ class Model:
                 self._sum(next_up, for_forward) + self._sum(next_down, away),
                 self._sum(next_down, for_backward + returning + away)
                 + self._sum(next_up, waiting + streamed)
+                + self._sum(above, updated)
                 + self._sum(at, streamed),
                 self._sum(next_up, streamed + waiting) + self._sum(next_down, streamed + for_backward + returning + away),
             ]

@@ -28,7 +28,7 @@ from autohete.errors import InfeasibleError, InputError, RuleError
 from autohete.lowering import lower
 from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict, estimates
-from autohete.plan.rules import ByPriority, GpuUpdatesAfterRecompute, Rule, Slots
+from autohete.plan.rules import ByPriority, GpuUpdatesAfterBackward, GpuUpdatesAfterRecompute, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.choices import Assignment, Choices, all_choices
 from autohete.planner.joint_search import JointSearch
@@ -241,7 +241,10 @@ class PlanFamily:
 
         plan = self._untuned(assignment)
         if plan.units not in self._known:
-            _, self._known[plan.units] = without_refused_rules(plan, tuned)
+            _, found = without_refused_rules(plan, tuned)
+            if found[1].verdict is Verdict.GPU_OUT_OF_MEMORY and (sooner := _updates_in_backward(plan)) != plan:
+                _, found = without_refused_rules(sooner, tuned)
+            self._known[plan.units] = found
         return self._known[plan.units]
 
     def plans(self, assignment: Assignment, *, polish: bool) -> list[Plan]:
@@ -359,6 +362,8 @@ class PlanFamily:
         if sum(unit.update.on is Processor.CPU or unit.sums_leave for unit in units) > slots:
             rules.append(Slots(Kind.OFFLOAD_GRADIENTS, slots))
         leaves = any(unit.parameters.leaves or unit.states.leaves or unit.activations_leave for unit in units)
+        if gpus > 1 and any(unit.update.on is Processor.GPU for unit in units):
+            rules.append(GpuUpdatesAfterBackward())  # otherwise backward waits for each reduction
         if leaves or rules or gpus > 1:
             rules.append(ByPriority())
         return replace(self._template, units=units, rules=tuple(rules))
@@ -385,6 +390,11 @@ def _without_priority(plan: Plan) -> Plan:
 
 def _with_priority(plan: Plan) -> Plan:
     return plan if ByPriority() in plan.rules else replace(plan, rules=(*plan.rules, ByPriority()))
+
+
+def _updates_in_backward(plan: Plan) -> Plan:
+    """Update on the GPU as soon as gradients are reduced, which frees them."""
+    return replace(plan, rules=tuple(rule for rule in plan.rules if not isinstance(rule, GpuUpdatesAfterBackward)))
 
 
 def _states_later(plan: Plan) -> Plan:
@@ -445,6 +455,7 @@ def _activations_earlier(plan: Plan) -> Plan:
 #: The changes in the order in which they are tried.
 _NEIGHBOURS = (
     _without_slots,
+    _updates_in_backward,
     _without_priority,
     _states_later,
     _states_earlier,
