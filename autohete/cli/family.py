@@ -47,7 +47,13 @@ def largest(
     """
     from autohete.answer.members import family_members, largest_member
 
-    given = {"--model": question.model, "--workload": question.workload, "--profile": question.profile}
+    given = {
+        "--model": question.model,
+        "--module": question.module,
+        "--block-names": question.block_names,
+        "--workload": question.workload,
+        "--profile": question.profile,
+    }
     for option, value in given.items():
         if value is not None:
             raise InputError(f"{option} is one model, and --family {family} asks for the largest of several: give one of them")

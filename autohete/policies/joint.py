@@ -24,7 +24,7 @@ from itertools import product
 import numpy as np
 
 from autohete.analysis.memory_waits import least_bytes
-from autohete.errors import InfeasibleError, InputError, RuleError
+from autohete.errors import InfeasibleError, InputError, RuleError, check_fields
 from autohete.lowering import lower
 from autohete.plan import Activations, Format, Plan, Processor, Route, UnitPlan, without_refused_rules
 from autohete.plan.policy import Judge, Judgement, Verdict, estimates
@@ -66,6 +66,9 @@ class Joint:
 
     quick: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`.
 
@@ -83,6 +86,9 @@ class JointFrom:
 
     start: Plan
     quick: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`Joint`."""

@@ -254,10 +254,11 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
     question = ["--policy", "autohete", "--json", "--gpu-memory", "1640MB", *SHAPED]
     simulated, planned = (json.loads(autohete(command, *question).stdout) for command in ("simulate", "plan"))
     decisions, rules = planned.pop("decisions"), planned.pop("rules")
-    assert (simulated.pop("format"), planned.pop("format"), planned.pop("largest")) == (
+    assert (simulated.pop("format"), planned.pop("format"), planned.pop("largest"), planned.pop("written")) == (
         "autohete-simulation 1",
         "autohete-plan 1",
         [],
+        None,
     )
     assert planned == simulated
     assert rules == ["ByPriority()"]
@@ -275,7 +276,7 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
         assert counted == planned["plan"][count], count
 
 
-@pytest.mark.parametrize("option", ["--tokens=1B", "--system-memory=8GiB", "--html=page.html"])
+@pytest.mark.parametrize("option", ["--tokens=1B", "--fast", "--timeout=9", "--price=link=9", "--html=page.html"])
 def test_one_policy_refuses_options_of_the_whole_answer(option: str) -> None:
     """What --policy would ignore is refused, so that nobody looks for it in the answer."""
     name = option.partition("=")[0]

@@ -30,7 +30,7 @@ def test_a_part_of_a_name_that_is_of_no_other_preset_is_taken(given: str) -> Non
 def test_a_part_of_several_names_is_refused_with_their_titles() -> None:
     """Each is named with what it is."""
     said = refused(*ASKED, "--hardware", "4090")
-    assert "'4090' is not the name of one preset but a part of 2: give one of rtx4090-desktop-64gb (RTX 4090, PCIe 4.0" in said
+    assert "'4090' is not the name of one preset but a part of 4: give one of rtx4090-2gpu (2 x RTX 4090" in said
     assert f"; {NODE} (RTX 4090, " in said
     assert refused("hardware", "show", "4090") == said
 
@@ -48,7 +48,12 @@ def test_presets_are_filtered() -> None:
     assert "llama" not in shown
     assert "policies" not in shown
     nodes = autohete("presets", "hardware", "RTX 4090").stdout
-    assert [line.split()[0] for line in nodes.splitlines() if "4090" in line] == ["rtx4090-desktop-64gb", NODE]
+    assert [line.split()[0] for line in nodes.splitlines() if "4090" in line] == [
+        "rtx4090-2gpu",
+        "rtx4090-8gpu",
+        "rtx4090-desktop-64gb",
+        NODE,
+    ]
     assert "zero_infinity" in autohete("presets", "policies", "zero").stdout
     assert "did you mean 'qwen3-8b'" in refused("presets", "models", "qwen3-8c")
     assert "give models, workloads, hardware, policies, and then the word" in refused("presets", "all", "qwen3")

@@ -177,7 +177,7 @@ def test_policies_of_several_gpus_train_a_part(policy: str, training: Training) 
     assert of_part.iteration_seconds <= of_every.iteration_seconds
 
 
-@pytest.mark.parametrize("policy", ["joint", "l2l", "streamed_states:weights"])
+@pytest.mark.parametrize("policy", ["l2l", "streamed_states:weights"])
 def test_policies_of_one_gpu(policy: str) -> None:
     """What plans for one GPU says so, and which policies share a model."""
     with pytest.raises(InputError, match=r"plans for one GPU, not for 4: .*zero_offload"):

@@ -70,6 +70,10 @@ _NO_POLICIES = (
 _NO_ITEMS = (
     "", "=", "x", "=1", "gpu.memory=", f"gpu.memory={'9' * 64_000}$", f"{ESCAPE}=1", "gpu.memory=1GB=2", "x" * 99_999 + "=1",
 )
+_NO_MODULES = (
+    "", "none such", "a" * 100_000, ESCAPE, "\udcff.x", "missing.py:build", "input.json:build", "folder.py:build", "gpt2:x=1",
+    "gpt2:n_layer=", ":", "x" * 300 + ".py:build",
+)
 _NO_AXES = (*_NO_ITEMS[:5], "batch-size=1..x:1", "batch-size=1..9:0", "batch-size=9..1:1", "batch-size=1..999999999:1")
 # fmt: on
 
@@ -88,15 +92,25 @@ _READ = {
     "--grid": ".toml",
     "--base": ".toml",
     "--data": ".txt",
+    "--from": ".json",
 }
 _WRITTEN = {
     **dict.fromkeys(("--trace", "--predicted-trace"), ".json"),
     **dict.fromkeys(("--gantt", "--memory", "--plot"), ".png"),
     **{"--out": ".csv", "--schedule": ".txt", "--html": ".html", "--json": ".json"},
 }
-_NAMES = ("--workload", "--lora-targets", "--tokenizer")
-_QUANTITIES = ("--gpu-memory", "--host-memory", "--pinned-memory", "--system-memory", "--tokens")
+_NAMES = ("--workload", "--lora-targets", "--tokenizer", "--family")
+_QUANTITIES = (
+    "--gpu-memory",
+    "--host-memory",
+    "--pinned-memory",
+    "--system-memory",
+    "--tokens",
+    "--iteration-tokens",
+    "--timeout",
+)
 _ARGUMENTS = {("compare",): ".json", ("hardware", "show"): ".toml", ("hardware", "check"): ".toml"}
+_WRITTEN_ARGUMENTS = ((("profile",), "0"), (("trace",), "1"))
 #: Folders that a training fills, and a cluster, which is waited for.
 _NOT_TRIED = ("--save", "--drive", "--cluster")
 
@@ -119,13 +133,23 @@ def values(option: Option) -> st.SearchStrategy[str] | None:
         return st.sampled_from(
             [*(f"{file}{suffix}" for file in files), "x" * 300 + suffix, f"{ESCAPE}{suffix}", f"\udcff{suffix}"]
         )
-    if suffix := _WRITTEN.get(name) or (".json" if command == ("profile",) and name == "0" else None):
+    if suffix := _WRITTEN.get(name) or (".json" if (command, name) in _WRITTEN_ARGUMENTS else None):
         files = [file for file in _UNWRITABLE if (file, command) != ("input", ("profile",))]  # which does not read it
         return st.sampled_from([*(f"{file}{suffix}" for file in files), ""])
     if command == ("hardware", "new"):
         return st.sampled_from(["", "x", "input.toml", "none/x.toml", "x" * 300 + ".toml", "dangling.toml", "readonly.toml"])
+    if name == "--module" or (command == ("trace",) and name == "0"):
+        return st.sampled_from(_NO_MODULES)
+    if name == "--block-names":
+        return st.sampled_from(_NO_WORDS[1:9])
+    if name == "--runnable":
+        return st.sampled_from(["none", "deepspeed,none", ESCAPE, "[bold]", "\udcff"])
+    if name == "--write":
+        return st.sampled_from(["", "input.json", "input.json/x"])
     if name == "--policy":
         return st.sampled_from(_NO_POLICIES)
+    if name == "--price":
+        return st.sampled_from([*_NO_ITEMS[:5], "gpu-memory=x", "gpu-memory=nan", "gpu-memory=-1", "gpu-memory=inf"])
     if name in ("--set", "--over"):
         return st.sampled_from(_NO_ITEMS if name == "--set" else _NO_AXES)
     if name in _QUANTITIES:
@@ -144,21 +168,25 @@ def command_line(option: Option, value: str) -> list[str]:
     command, name = option.command, option.name
     if name.isdecimal() and command == ("compare",):
         return ["compare", *(("input.json", value) if name == "1" else (value, "input.json"))]
+    if name.isdecimal() and command == ("trace",):
+        return ["trace", *((value, "out.json") if name == "0" else ("gpt2:n_layer=1", value))]
     if name.isdecimal():
         return [*command, value, *(["--base", NODE] if command == ("hardware", "new") else [])]
-    with_model = name in _WRITTEN or name in ("--model", "--workload", "--profile")
+    with_model = name in _WRITTEN or name in ("--model", "--module", "--workload", "--profile")
     model = {"--model": "input.json"} if name in _WRITTEN else {}
     question: dict[str, str] = model if with_model else dict(_SHAPE)
+    whole = ("--html", "--tokens", "--system-memory", "--draws", "--seed", "--iteration-tokens", "--price", "--timeout")
     others: dict[tuple[str, ...], dict[str, str]] = {
+        ("largest",): {"--family": "gpt2", "--policy": "resident"},
         ("simulate",): question | {"--policy": "resident"},
         ("sweep",): question | {"--policy": "resident", "--out": "out.csv", "--jobs": "1"},
-        ("plan",): question
-        | ({} if name in ("--html", "--tokens", "--system-memory", "--draws", "--seed") else {"--policy": "resident"}),
+        ("plan",): question | ({} if name in (*whole, "--from", "--runnable") else {"--policy": "resident"}),
         ("train",): _TEXT,
         ("profile",): {name: text for name, text in _TEXT.items() if name != "--steps"},
     }
     given = others.get(command, {}) | {name: value}
     arguments = {("compare",): ["input.json", "input.json"], ("profile",): ["out.json"], ("hardware", "new"): ["new.toml"]}
+    arguments[("trace",)] = ["gpt2:n_layer=1", "out.json"]
     return [*command, *arguments.get(command, []), *(f"{key}={text}" for key, text in given.items())]
 
 
