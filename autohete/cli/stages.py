@@ -88,7 +88,7 @@ def _forward(done: Iterator[tuple[int, Any]], arrived: queue.SimpleQueue[tuple[i
 def _end_processes() -> None:
     from joblib.externals.loky import get_reusable_executor
 
-    get_reusable_executor().shutdown(wait=False, kill_workers=True)
+    get_reusable_executor(reuse=True).shutdown(wait=False, kill_workers=True)
 
 
 @contextmanager

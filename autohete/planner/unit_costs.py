@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from autohete.errors import check_fields
 from autohete.lowering import durations
 from autohete.lowering.clipping import scaled_bytes
 from autohete.lowering.copies import kind_of, lane_of, seconds_of
@@ -36,7 +37,8 @@ class UnitCopy(NamedTuple):
     times: int
 
 
-class UnitCollective(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class UnitCollective:
     """A collective of several GPUs for a unit: a gather of parameters, or a reduction of gradients.
 
     Args:
@@ -48,6 +50,9 @@ class UnitCollective(NamedTuple):
     when: When
     seconds: float
     times: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,9 +203,9 @@ def questions(draw: st.DrawFn) -> tuple[Profile, list[System]]:
     for memory in (GPU_MEMORY, HOST_MEMORY):
         plenty = with_memory(plenty, memory, 10**15)
     used = judged_by(systems[0], plenty)
-    for memory in (GPU_MEMORY, HOST_MEMORY) if used is not None else ():
-        if draw(st.booleans()):
-            profile = with_memory(profile, memory, max(1, used.peaks[memory] if used is not None else 1))
+    for memory in (GPU_MEMORY, HOST_MEMORY):
+        if used is not None and draw(st.booleans()):
+            profile = with_memory(profile, memory, max(1, used.peaks[memory]))
     return profile, systems
 
 
