@@ -220,7 +220,7 @@ def judged_by(system: System, profile: Profile) -> Judgement | None:
 
 @pytest.mark.slow
 @given(questions())
-@settings(max_examples=300 if WIDE else 4)
+@settings(max_examples=300 if WIDE else 3)
 def test_no_shipped_system_is_faster_or_smaller(question: tuple[Profile, list[System]]) -> None:
     """On any input the plan fits wherever one of any system fits, with any flags of its search space, and is at most as slow;
     no system fits into less than the memory that an error names.
