@@ -218,7 +218,7 @@ def _answer(
         sizes=sizes,
         runnable=runnable,
         given=given,
-        chosen=_CHOSEN if question.searches_batch else (),
+        chosen=[name for name in _CHOSEN if question.searches_batch and name not in given],
         prices=prices,
         fast=fast,
         run=run,

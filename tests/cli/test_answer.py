@@ -29,12 +29,13 @@ from autohete.cli.question import Question
 from autohete.errors import InfeasibleError, InputError
 from autohete.hardware import load_hardware
 from autohete.plan.policy import Verdict
-from autohete.policies import POLICIES, parse_policy
+from autohete.policies import POLICIES, NamedPolicy, parse_policy, search_space
+from autohete.policies.joint import JointFrom
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_count, format_ratio, parse_count
 from autohete.report.answer_text import answer_text
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
-from autohete.simulate import Simulation, simulate_plan, simulate_policy
+from autohete.simulate import Simulation, simulate_again, simulate_plan, simulate_policy
 from autohete.simulate.largest import GrowingFigure, largest, misfit
 from autohete.simulate.summary import answer_or_refusal
 from autohete.workload.training import Lora, Training
@@ -149,6 +150,34 @@ def test_equal_plans_are_one() -> None:
     assert f"same plan as {first.name}" in said(found)
 
 
+@pytest.mark.parametrize("policy", ["zero_offload", "stronghold", "zero_infinity", "resident"])
+@pytest.mark.parametrize("gpu_memory", [TIGHT, LARGE])
+def test_a_policy_is_judged_with_its_best_flags(policy: str, gpu_memory: str) -> None:
+    """The fastest of all that its users can choose, although most of them are not simulated."""
+    profile = profile_at(site(gpu_memory=gpu_memory))
+    names = search_space(policy, profile)
+    alone = simulated(profile, names)
+    found = Judged(profile, names)()
+    assert len(names) > 1
+    assert found.fits is bool(alone)
+    if alone:
+        assert found.seconds == min(one.iteration_seconds for one in alone.values())
+        assert found.seconds == alone[found.name].iteration_seconds
+
+
+def test_a_framework_limits_the_flags() -> None:
+    """Only flags with which it can run the policy count."""
+    profile = profile_at(site(gpu_memory=LARGE))
+    names = search_space("resident", profile)
+    each = [Judged(profile, (name,))() for name in names]
+    for framework in ("megatron", "trainer"):
+        able = [one.seconds for one in each if one.fits and framework in one.runs_in]
+        found = Judged(profile, names, (framework,))()
+        assert able
+        assert framework in found.runs_in
+        assert found.seconds == min(able)
+
+
 @pytest.mark.slow
 def test_a_policy_that_refuses_is_a_row() -> None:
     """In the answer and in a comparison; only where all refuse the question is refused."""
@@ -164,6 +193,31 @@ def test_a_policy_that_refuses_is_a_row() -> None:
     assert [row["verdict"] for row in rows] == ["invalid", "ok"]
     assert "cannot accumulate" in rows[0]["explanation"]
     assert "cannot accumulate" in refused(*asked)
+
+
+@pytest.mark.parametrize("gpu_memory", ["1400MiB", TIGHT, "3GiB"])
+def test_a_quick_search_is_never_slower_than_its_start(gpu_memory: str) -> None:
+    """Nor does it fail where that fits."""
+    profile = profile_at(site(gpu_memory=gpu_memory))
+    start = simulated(profile, ["autohete"])["autohete"]
+    found = simulate_policy(profile, NamedPolicy("joint", JointFrom(start.plan, quick=True)))
+    assert found.verdict is Verdict.OK
+    assert found.iteration_seconds <= start.iteration_seconds * (1 + 1e-9)
+
+
+def test_an_executed_schedule_keeps_its_waits() -> None:
+    """With the same times it takes as long as before; with others its waits stay those that were found for it."""
+    profile = profile_at(site(gpu_memory=TIGHT))
+    start = next(one for one in simulated(profile, ["joint", "autohete"]).values())
+    waiting = simulate_plan(profile, replace(start.plan, memory_waits=True))
+    assert waiting.waits
+    assert simulate_again(waiting, profile).iteration_seconds == waiting.iteration_seconds
+    faster = profile_at(site(gpu_memory=TIGHT), moved={"links.h2d.bandwidth": "51GB/s"})
+    again = simulate_again(waiting, faster)
+    assert [task.after for task in again.schedule.tasks] == [task.after for task in waiting.schedule.tasks]
+    assert {task.id: task.duration_ns for task in again.schedule.tasks} == {
+        task.id: task.duration_ns for task in simulate_plan(faster, start.plan).schedule.tasks
+    }
 
 
 # --- what other hardware would bring ------------------------------------------------------------------------------
