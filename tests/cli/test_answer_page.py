@@ -8,12 +8,13 @@ import shutil
 import subprocess
 from dataclasses import replace
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.answers import TIGHT, TINY, answer
+from support.answers import LARGE, TIGHT, TINY, answer
 
 from autohete.analysis.occupancy import occupancy
 from autohete.answer import Answer
@@ -81,10 +82,9 @@ def test_it_loads_nothing(gpu_memory: str) -> None:
 
 @pytest.mark.parametrize("gpu_memory", [TIGHT, TINY])
 def test_it_has_the_whole_text(gpu_memory: str) -> None:
-    """Each part of the text, word by word, under its title."""
+    """Each part of the text, word by word."""
     parsed = Parsed(page(gpu_memory))
-    for title, lines in sections(answer(gpu_memory)):
-        assert title in parsed.texts["h2"]
+    for _, lines in sections(answer(gpu_memory)):
         assert "\n".join(lines) in parsed.texts["pre"]
     assert ("One iteration" in parsed.texts["h2"]) is (gpu_memory == TIGHT)
 
@@ -101,12 +101,14 @@ def test_names_are_escaped() -> None:
 
 
 def test_every_task_of_the_iteration_is_drawn() -> None:
-    """One bar for each task that runs in it, with its times, on the row of its lane, in the colour of its kind."""
+    """One bar for each task that runs in it, with its times, on the row of its lane, in the colour of its kind, and one for
+    what the next iteration starts with."""
     found = simulated(answer())
     trace, first = found.trace, found.steady.first
     begin, end = trace.anchors()[first], trace.anchors()[first + 1]
     running = [span for span in trace.spans() if span.start_ns < end and span.end_ns > begin and span.start_ns < span.end_ns]
-    running = [span for span in running if not (span.end_ns <= begin or span.start_ns >= end)]
+    gpu = found.schedule.lanes[0].name
+    running += [span for span in trace.spans() if span.lane == gpu and span.start_ns == end < span.end_ns]
     data, parsed = data_of(page()), Parsed(page())
     tasks = [element for element in parsed.elements["rect"] if element.get("class") == "task"]
     lanes = [lane.name for lane in found.schedule.lanes]
@@ -117,7 +119,7 @@ def test_every_task_of_the_iteration_is_drawn() -> None:
         shown[instance] = (start + begin, stop + begin)
         assert element["fill"] == f"url(#{instance[0].kind})"
         lane = next(span.lane for span in running if (span.task, span.iteration) == instance)
-        assert lanes.index(lane) == (float(element["y"] or 0) - 3) / 30
+        assert lanes.index(lane) == (float(element["y"] or 0) - 20) / 42
     assert shown == {(span.task, span.iteration): (span.start_ns, span.end_ns) for span in running}
 
 
@@ -130,10 +132,79 @@ def test_waits_lead_back_in_time() -> None:
             assert data["bars"][cause][2] <= start
             followed += 1
     assert followed > len(data["bars"]) / 2
-    last = data["bars"][data["last"]]
-    assert last[2] == max(
-        bar[2] for bar in data["bars"] if bar[0].startswith(("backward", "GPU update")) and bar[2] <= data["length"]
+
+
+def test_the_chain_starts_at_the_next_iteration_and_reaches_the_cpu() -> None:
+    """From the first GPU task of the next iteration it leads through the copies and updates of an offloaded optimizer."""
+    found = answer(LARGE, ("zero_offload",))
+    data = data_of(answer_page(found))
+    bars, number, kinds = data["bars"], data["last"], []
+    assert bars[number][1] == data["length"]
+    while number >= 0:
+        kinds.append(parse_instance(bars[number][0].rpartition("(")[2][:-1])[0].kind)
+        number = bars[number][3]
+    assert kinds[0] in (Kind.FORWARD, Kind.GATHER_FORWARD)
+    assert {Kind.CPU_UPDATE, Kind.OFFLOAD_GRADIENTS, Kind.BACKWARD} <= set(kinds)
+
+
+def rows_of(text: str) -> dict[str, tuple[str, float]]:
+    """Of each row of bars its value in words and the filled share."""
+    found = re.findall(r"<li><span>(.*?)</span> <span>(.*?)</span>.*?filled[^>]*width:([\d.]+)%", text)
+    return {unescape(name): (unescape(value), float(share) / 100) for name, value, share in found}
+
+
+def test_the_verdict_comes_first() -> None:
+    """The card names the policy, its speed and whether to offload, or what would have to grow."""
+    best, simulation = answer().best, simulated(answer())
+    card = Parsed(page().partition("</section>")[0])
+    facts = dict(zip(card.texts["dt"], card.texts["dd"], strict=True))
+    assert card.texts["h2"] == ["Fits"]
+    assert best is not None
+    assert facts["best policy"] == best.name
+    assert facts["tokens/s"] == f"{simulation.tokens_per_second:,.0f}"
+    assert facts["offloading"] == "needed"
+    short = Parsed(page(TINY).partition("</section>")[0])
+    assert short.texts["h2"] == ["Does not fit under any policy"]
+    assert any(answer(TINY).needs[0].policy in line for line in short.texts["p"])
+
+
+def test_bars_are_as_long_as_their_figures() -> None:
+    """Memory is drawn against the total, or what each policy needs against the largest; tokens/s against the fastest."""
+    drawn = rows_of(page())
+    for budget in answer().budgets:
+        (row,) = [
+            share for name, (_, share) in drawn.items() if name.startswith("GPU" if budget.memory == "gpu" else budget.memory)
+        ]
+        assert row == pytest.approx((budget.used_bytes or 0) / budget.total_bytes, abs=1e-4)
+    found = answer()
+    most = max(gain.tokens_per_second or 0 for gain in (*found.levers, *found.purchases))
+    for gain in (*found.levers, *found.purchases):
+        assert drawn[gain.change.name][1] == pytest.approx((gain.tokens_per_second or 0) / most, abs=1e-4)
+    needed = rows_of(page(TINY).partition("Host memory")[0])
+    peaks = {each.name: each.summary.gpu_peak_bytes for each in answer(TINY).candidates if each.summary.gpu_peak_bytes}
+    assert {name: share for name, (_, share) in needed.items()} == pytest.approx(
+        {name: peak / max(peaks.values()) for name, peak in peaks.items()}, abs=1e-4
     )
+
+
+def test_levers_are_apart_by_mathematics() -> None:
+    """What computes the same gradients is not in one list with what does not."""
+    same, _, other = page().partition("Other mathematics")
+    for gain in answer().levers:
+        assert (gain.change.name in rows_of(same)) is gain.change.exact
+        assert (gain.change.name in rows_of(other.partition("<h2>")[0])) is not gain.change.exact
+
+
+def test_the_table_has_every_policy() -> None:
+    """With the frameworks that run it, and with figures to sort by; figures that no policy has get no column."""
+    parsed = Parsed(page())
+    assert [row["class"] for row in parsed.elements["tr"] if "class" in row] == ["best"]
+    names = [text.replace("\n", "") for text in re.findall(r'<th scope="row">(.*?)</th>', page())]
+    assert [name.replace("<wbr>", "") for name in names] == [each.name for each in answer().candidates]
+    for each in answer().candidates:
+        assert ", ".join(each.runs_in) in parsed.texts["td"]
+    assert "tokens/s" in parsed.texts["th"]
+    assert "tokens/s" not in Parsed(page(TINY)).texts["th"]
 
 
 def test_memory_is_stacked_up_to_its_occupancy() -> None:
@@ -155,7 +226,7 @@ def test_memory_is_stacked_up_to_its_occupancy() -> None:
 
 def test_everything_that_can_be_in_memory_has_a_colour() -> None:
     """So has each kind of task a fill."""
-    from autohete.report.answer_page import _FILLS, _pattern
+    from autohete.report.answer_timeline import _FILLS, _pattern
 
     assert set(_FILLS) == set(Value)
     assert all(f'id="{kind}"' in _pattern(kind) for kind in Kind)
