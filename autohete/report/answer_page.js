@@ -141,7 +141,7 @@ for (const table of document.querySelectorAll(".sortable")) {
 
   function step(key) {
     const inside = bars.map((_, i) => i).filter((i) => bars[i][1] < length).sort((a, b) => bars[a][1] - bars[b][1]);
-    if (at < 0) return inside[0];
+    if (at < 0) return inside.find((i) => row(i) === Math.min(...inside.map(row)));
     const ahead = key === "ArrowRight" || key === "ArrowDown";
     if (key === "ArrowRight" || key === "ArrowLeft") {
       const lane = inside.filter((i) => row(i) === row(at));
