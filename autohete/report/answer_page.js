@@ -171,6 +171,7 @@ for (const table of document.querySelectorAll(".sortable")) {
     event.preventDefault();
   });
   svg.addEventListener("blur", () => show(-1));
+  window.addEventListener("scroll", () => show(-1), { passive: true });
 
   const time = (event) => {
     const box = svg.getBoundingClientRect();

@@ -31,7 +31,7 @@ from autohete.report.answer_timeline import Timeline
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate.summary import Summary, node_text
 
-#: Sections that are shown as text, and after which the others are still to be read as text.
+#: Sections that are shown as text; of the others, which are drawn, the text is folded away.
 _AS_TEXT = ("Plan", "The largest that fits", "Assumptions")
 _OFFLOAD = {
     Offloading.NEEDED: "needed",
@@ -111,7 +111,7 @@ def _verdict(answer: Answer) -> str:
 
 
 def _bars(rows: Iterable[tuple[str, str, str]], kind: str = "bars") -> str:
-    """Return a list of rows: a name, its value, and a bar (HTML)."""
+    """Return a list of rows: a name, its value, and a bar (HTML; empty: none)."""
     listed = (f"<li><span>{_shown(name)}</span> <span>{_shown(value)}</span>{bar}</li>" for name, value, bar in rows)
     return f'<ul class="{kind}">{"".join(listed)}</ul>'
 
@@ -195,7 +195,8 @@ def _gains(answer: Answer, gains: Iterable[Gain]) -> Iterator[tuple[str, str, st
         told = said if not gain.fits or "tokens/s" in said else f"{rate:,.0f} tokens/s, {said}"
         price = "" if gain.price_per_hour is None else f"; {gain.price_per_hour:.3g} for each hour saved"
         memory = "" if gain.change.workload is None else memory_of(gain)  # of levers
-        yield gain.change.name, f"{told}{memory}{price}", _bar(rate / most, "better" if gain.helps else "")
+        bar = _bar(rate / most, "better" if gain.helps else "") if gain.fits else ""
+        yield gain.change.name, f"{told}{memory}{price}", bar
 
 
 # --- policies -----------------------------------------------------------------------------------------------------
