@@ -222,7 +222,7 @@ def _policies(answer: Answer) -> str:
 
 
 def _row(answer: Answer, each: Candidate, figures: Iterable[tuple[float | None, str]]) -> str:
-    name = _shown(each.name).replace(":", ":<wbr>").replace(",", ",<wbr>")
+    name = re.sub("([:,_=])", r"\1<wbr>", _shown(each.name))  # where a narrow column may break it
     cells = [f'<th scope="row">{name}</th>']
     for value, shown in figures:
         data = "" if value is None else f' data-value="{value!r}"'
