@@ -46,10 +46,11 @@ def answer_page(answer: Answer) -> str:
     hardware = answer.profile.hardware
     title = f"{answer.profile.workload.name} on {node_text(hardware.name, hardware.gpus)}"
     text = dict(sections(answer))
+    below_the_table = [line[0].upper() + line[1:] for line in text["Memory"][1 + len(answer.budgets) :]]
     timeline = None if answer.simulation is None else Timeline.of(answer.simulation)
     drawn = {name: "\n".join(lines) for name, lines in text.items() if name not in _AS_TEXT}
     parts = {
-        "Memory": _memory(answer),
+        "Memory": "".join([_memory(answer), *(f"<p>{escape(line)}.</p>" for line in below_the_table)]),
         "Policies": _policies(answer),
         "What to change": _levers(answer),
         "What to buy": _bars(_gains(answer, answer.purchases)) if answer.purchases else "",

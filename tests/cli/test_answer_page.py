@@ -194,6 +194,7 @@ def test_bars_are_as_long_as_their_figures() -> None:
     most = max(gain.tokens_per_second or 0 for gain in (*found.levers, *found.purchases))
     for gain in (*found.levers, *found.purchases):
         assert drawn[gain.change.name][1] == pytest.approx((gain.tokens_per_second or 0) / most, abs=1e-4)
+    assert "<p>Binds: GPU memory.</p>" in page(TINY)  # the lines below the table of the text
     needed = rows_of(page(TINY).partition("Host memory")[0])
     peaks = {each.name: each.summary.gpu_peak_bytes for each in answer(TINY).candidates if each.summary.gpu_peak_bytes}
     assert {name: share for name, (_, share) in needed.items()} == pytest.approx(
