@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autohete.answer import certainty
-from autohete.answer.changes import gains, trials, with_price
 from autohete.answer.draws import Sampling
 from autohete.answer.levers import combinations, levers, pull
 from autohete.answer.needs import least_memory
@@ -31,6 +30,7 @@ from autohete.answer.result import (
 )
 from autohete.answer.run import Run, in_turn
 from autohete.answer.site import SYSTEM_BYTES, Site, without_system
+from autohete.answer.trials import gains, trials, with_price
 from autohete.errors import InputError
 from autohete.hardware import Hardware
 from autohete.plan.policy import Verdict

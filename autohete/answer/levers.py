@@ -33,8 +33,7 @@ class Group(StrEnum):
     LOSS = "loss"
     KERNELS = "kernels"
     UNITS = "units"
-    SPLIT = "split"
-    SEQUENCES = "sequences"
+    BATCH = "batch"
     OPTIMIZER = "optimizer"
     PRECISION = "precision"
     ADAPTERS = "adapters"
@@ -89,7 +88,7 @@ def _all(workload: Workload) -> Iterator[Lever]:
     if batch % 2 == 0:
         yield Lever(
             f"{2 * times} x {batch // 2} sequences",
-            Group.SPLIT,
+            Group.BATCH,
             True,
             {"batch_size": batch // 2, "micro_batches": 2 * times},
             {},
@@ -97,14 +96,14 @@ def _all(workload: Workload) -> Iterator[Lever]:
     if times % 2 == 0:
         yield Lever(
             f"{times // 2} x {2 * batch} sequences",
-            Group.SPLIT,
+            Group.BATCH,
             True,
             {"batch_size": 2 * batch, "micro_batches": times // 2},
             {},
         )
     yield Lever(
         f"{_MORE_SEQUENCES * times} x {batch} sequences",
-        Group.SEQUENCES,
+        Group.BATCH,
         False,
         {"micro_batches": _MORE_SEQUENCES * times},
         {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autohete.answer.policies import longest_first
 from autohete.answer.result import Need
@@ -20,6 +20,8 @@ from autohete.simulate import memory_bytes, simulate_policy, with_memory
 _PLENTY = 2**50
 #: Attempts to find the least memory; each begins at what the one before it was short of.
 _ATTEMPTS = 8
+#: How often the interval of a need is halved.
+_HALVINGS = 4
 #: Whole memories are named in tenths of a GiB, as they are printed.
 _STEP = 2**30 / 10
 
@@ -39,7 +41,8 @@ def least_memory(profile: Profile, system_bytes: int, names: Sequence[str], run:
     each = run("least memory", [_Least(profile, name, (memory,), system_bytes) for memory in memories for name in order])
     found = [_smallest(each, (memory,)) for memory in memories]
     if any(found):
-        return [need for need in found if need is not None]
+        rough = [_Smaller(profile, need, system_bytes) for need in found if need is not None]
+        return run("less memory", rough)
     plenty = with_memory(profile, HOST_MEMORY, _PLENTY)
     if limited:
         plenty = with_memory(plenty, PINNED_MEMORY, _PLENTY)
@@ -115,8 +118,45 @@ class _Least:
 
     def _rounded(self, profile: Profile, memory: str, needed: int) -> int:
         """The least size for tensors with which the whole memory is a number of tenths of a GiB and holds ``needed``."""
-        beside = {
-            GPU_MEMORY: profile.hardware.gpu.memory_bytes - memory_bytes(profile, GPU_MEMORY),
-            HOST_MEMORY: self.system_bytes // profile.hardware.gpus_of_node,
-        }.get(memory, 0)
+        beside = _beside(profile, memory, self.system_bytes)
         return math.floor(math.ceil((needed + beside) / _STEP) * _STEP) - beside
+
+
+@dataclass(frozen=True, slots=True)
+class _Smaller:
+    """A need with less of its one memory, if its policy finds a plan there: an error names the least that was found, which need
+    not be the least. Halves the interval between what is there now and the need a few times.
+    """
+
+    profile: Profile
+    need: Need
+    system_bytes: int
+
+    def __call__(self) -> Need:
+        (memory,) = self.need.grows
+        beside = _beside(self.profile, memory, self.system_bytes)
+        field = {GPU_MEMORY: "gpu_bytes", HOST_MEMORY: "host_bytes", PINNED_MEMORY: "pinned_bytes"}[memory]
+        policy, best = parse_policy(self.need.policy), self.need
+        few, enough = (memory_bytes(self.profile, memory) + beside) / _STEP, getattr(best, field) / _STEP
+        for _ in range(_HALVINGS):
+            middle = math.ceil((few + enough) / 2)
+            if not few < middle < enough:
+                break
+            size = math.floor(middle * _STEP)
+            try:
+                found = simulate_policy(with_memory(self.profile, memory, size - beside), policy)
+            except AutoHeteError:
+                few = middle
+                continue
+            if found.verdict is Verdict.OK:
+                best, enough = replace(best, **{field: size}, iteration_seconds=found.iteration_seconds), middle
+            else:
+                few = middle
+        return best
+
+
+def _beside(profile: Profile, memory: str, system_bytes: int) -> int:
+    """Bytes of a memory that are not there for tensors."""
+    if memory == GPU_MEMORY:
+        return profile.hardware.gpu.memory_bytes - memory_bytes(profile, GPU_MEMORY)
+    return system_bytes // profile.hardware.gpus_of_node if memory == HOST_MEMORY else 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from autohete.cli.groups import MODEL, JsonSwitch, Policies
+from autohete.cli.parallel import Stages
 from autohete.cli.question import BLANK, Question, Whole
-from autohete.cli.stages import Stages
 from autohete.errors import InputError
 from autohete.quantities import format_bytes, format_seconds
 

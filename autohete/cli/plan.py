@@ -14,8 +14,8 @@ from autohete.cli.frameworks import RunOptions, write_best, write_plan
 from autohete.cli.from_config import advise, read_configuration
 from autohete.cli.groups import HARDWARE, OUTPUT, POLICY, TRAINING, OutputFile
 from autohete.cli.outputs import check_outputs
+from autohete.cli.parallel import Stages
 from autohete.cli.question import BLANK, DEFAULT_HARDWARE, SYSTEM_MEMORY, Question, Whole
-from autohete.cli.stages import Stages
 from autohete.errors import InputError
 from autohete.quantities import parse_count
 from autohete.workload.traced import TracedWorkload
@@ -164,7 +164,7 @@ def _prices(given: Sequence[str]) -> dict[str, float]:
 
 def _with_best_batch(question: Question, whole: Profile, iteration_tokens: str, run: Run) -> Profile:
     """The profile of the batch that trains the most tokens per second; as it was if none fits."""
-    from autohete.answer.batches import best_batches
+    from autohete.answer.best_batch import best_batches
     from autohete.profile import analytic_profile
 
     hardware = question.on_hardware()

@@ -1,66 +1,43 @@
-"""An answer as one HTML page: its text, the timeline of an iteration, its memory over time, and what waits for what.
+"""An answer as one HTML page: the verdict, memory, policies, levers and purchases as bars and tables, and a timeline.
 
 The page is one file. Its Content-Security-Policy forbids loading anything, so it works offline and sends no requests.
-Without JavaScript everything is still drawn; only zooming and following the waits need it.
+Without JavaScript everything is still shown; only sorting, zooming and following the waits need it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from html import escape
 from importlib import resources
 
-import numpy as np
+from autohete.answer import Answer, Budget, Candidate, Gain, Offloading
+from autohete.plan.policy import Verdict
+from autohete.printable import printable
+from autohete.quantities import format_bytes, format_count, format_seconds
+from autohete.report.answer_text import (
+    gain_text,
+    interval_text,
+    long_time,
+    memory_name,
+    memory_of,
+    needs_text,
+    offload_text,
+    remark,
+    sections,
+)
+from autohete.report.answer_timeline import Timeline
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
+from autohete.simulate.summary import Summary, node_text
 
-from autohete.analysis.occupancy import Occupancy, contents
-from autohete.analysis.usage import binding_waits
-from autohete.answer import Answer
-from autohete.execution.trace import Nanoseconds
-from autohete.quantities import format_bytes, format_seconds
-from autohete.report.answer_text import sections
-from autohete.report.gantt import lane_title, memory_title, window_ns
-from autohete.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, YELLOW, look
-from autohete.schedule import KIND_MEANING, KIND_ORDER, Kind, TaskId, Value
-from autohete.simulate import Simulation
-from autohete.simulate.summary import node_text
-from autohete.workload import Units, Workload
-
-# Pixels.
-_LEFT, _WIDTH, _LANE, _BAR, _MEMORY, _GAP = 128, 912, 30, 24, 110, 26
-#: A memory of which less is used is drawn up to its peak, not up to its capacity.
-_NEARLY_EMPTY = 0.25
-_LEAST = 0.6  # a task of microseconds is visible
-
-#: The contents of a memory, in the order in which they are stacked, with their colours.
-_STACK = {
-    "parameters": (GREEN, (Value.PARAMETERS, Value.PARAMETER_SHARD, Value.PARAMETER_SLOTS)),
-    "optimizer states": (GREY, (Value.OPTIMIZER_STATES, Value.PINNED_STATES)),
-    "gradients": (
-        BLUE,
-        (
-            Value.GRADIENTS,
-            Value.GRADIENT_SHARD,
-            Value.ARRIVED_GRADIENTS,
-            Value.GRADIENT_NORM,
-            Value.CLIP_COEFFICIENT,
-        ),
-    ),
-    "activations": (PURPLE, (Value.ACTIVATIONS, Value.INPUT, Value.INPUT_GRADIENT)),
-    "logits": (YELLOW, (Value.LOGITS, Value.LOGITS_GRADIENT)),
-    "buffers and workspace": (ORANGE, (Value.WORKSPACE, Value.POLICY_BUFFERS, Value.OTHER)),
-}
-_FILLS = {value: name for name, (_, values) in _STACK.items() for value in values}
-#: Lines of a hatch in a square of 8 by 8, by the character that matplotlib has for it.
-_HATCHES = {
-    "/": "M-2 2L2 -2M0 8L8 0M6 10L10 6",
-    "\\": "M-2 6L2 10M0 0L8 8M6 -2L10 2",
-    "x": "M0 0L8 8M0 8L8 0",
-    "+": "M4 0V8M0 4H8",
-    "-": "M0 4H8",
-    ".": "M3 4H5",
+#: Sections that are shown as text; of the others, which are drawn, the text is folded away.
+_AS_TEXT = ("Plan", "The largest that fits", "Assumptions")
+_OFFLOAD = {
+    Offloading.NEEDED: "needed",
+    Offloading.PAYS: "pays",
+    Offloading.UNDECIDED: "uncertain",
+    Offloading.DOES_NOT_PAY: "does not pay",
 }
 
 
@@ -68,18 +45,25 @@ def answer_page(answer: Answer) -> str:
     """Return the page as HTML; the same answer gives the same text."""
     hardware = answer.profile.hardware
     title = f"{answer.profile.workload.name} on {node_text(hardware.name, hardware.gpus)}"
-    parts = [(name, f"<pre>{escape(chr(10).join(lines))}</pre>") for name, lines in sections(answer)]
-    data: dict[str, object] = {}
-    if answer.simulation is not None:
-        drawing = _Drawing.of(answer.simulation)
-        data = drawing.data()
-        parts.insert(1, ("One iteration", drawing.html()))
-    body = "\n".join(f"<section><h2>{escape(name)}</h2>\n{html}\n</section>" for name, html in parts)
+    text = dict(sections(answer))
+    below_the_table = [line[0].upper() + line[1:] for line in text["Memory"][1 + len(answer.budgets) :]]
+    timeline = None if answer.simulation is None else Timeline.of(answer.simulation)
+    drawn = {name: "\n".join(lines) for name, lines in text.items() if name not in _AS_TEXT}
+    parts = {
+        "Memory": "".join([_memory(answer), *(f"<p>{escape(line)}.</p>" for line in below_the_table)]),
+        "Policies": _policies(answer),
+        "What to change": _levers(answer),
+        "What to buy": _bars(_gains(answer, answer.purchases)) if answer.purchases else "",
+        "One iteration": "" if timeline is None else timeline.html(),
+        **{name: _text("\n".join(text[name])) for name in _AS_TEXT if name in text},
+        "As text": f"<details><summary>What is drawn above, in words</summary>{''.join(map(_text, drawn.values()))}</details>",
+    }
+    body = "\n".join(f"<section><h2>{escape(name)}</h2>\n{html}\n</section>" for name, html in parts.items() if html)
     folder = resources.files("autohete.report")
     filled = {
         "title": escape(title),
-        "body": body,
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "body": f"{_verdict(answer)}\n{body}",
+        "data": json.dumps({} if timeline is None else timeline.data(), separators=(",", ":")).replace("<", "\\u003c"),
         "style": (folder / "answer_page.css").read_text(encoding="utf-8"),
         "script": (folder / "answer_page.js").read_text(encoding="utf-8"),
     }
@@ -87,220 +71,162 @@ def answer_page(answer: Answer) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], template)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    """One task in the window: its place among the bars is its number.
-
-    Args:
-        kind: its kind.
-        name: in words.
-        lane: row.
-        begin_ns, end_ns: from the start of the window; they may lie outside of it.
-        waits_for: number of the bar whose end let it start; None if that is not in the window.
-        by_lane: whether it waited because its lane was busy, not for what the other task made.
-    """
-
-    kind: Kind
-    name: str
-    lane: int
-    begin_ns: int
-    end_ns: int
-    waits_for: int | None
-    by_lane: bool
+def _text(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """One steady iteration: lanes above, memories below, on one axis of ``length_ns``."""
-
-    simulation: Simulation
-    iteration: int
-    length_ns: int
-    bars: tuple[_Bar, ...]
-
-    @staticmethod
-    def of(simulation: Simulation) -> _Drawing:
-        trace, first = simulation.trace, simulation.steady.first
-        begin, end = window_ns(trace, first, first)
-        return _Drawing(simulation, first, end - begin, tuple(_bars(simulation, begin, end)))
-
-    def html(self) -> str:
-        """Return the drawing with what explains it."""
-        seconds = format_seconds(self.length_ns * 1e-9)
-        clock = self.simulation.trace.clock
-        return (
-            f"<p>Iteration {self.iteration} of the run, in its steady state: {seconds} ({escape(str(clock))}). Tasks of the "
-            "iterations before and after it that run meanwhile are shown, too. Point at a task to see its times; click it to "
-            'see what it waited for, step by step; use the wheel to zoom and drag to move. <button id="chain" type="button">'
-            'Follow the last GPU task</button> <button id="reset" type="button">Whole iteration</button></p>\n'
-            f'{self._svg()}\n<div id="tip" role="status"></div>\n<ol id="waits" aria-live="polite"></ol>\n{self._legend()}'
-        )
-
-    def data(self) -> dict[str, object]:
-        """Return what the script needs."""
-        on_gpu = [number for number, bar in enumerate(self.bars) if bar.lane == 0 and bar.end_ns <= self.length_ns]
-        return {
-            "left": _LEFT,
-            "width": _WIDTH,
-            "least": _LEAST,
-            "length": self.length_ns,
-            "last": max(on_gpu, key=lambda number: self.bars[number].end_ns, default=-1),
-            "bars": [
-                [bar.name, bar.begin_ns, bar.end_ns, -1 if bar.waits_for is None else bar.waits_for, int(bar.by_lane)]
-                for bar in self.bars
-            ],
-        }
-
-    def _svg(self) -> str:
-        lanes = [lane_title(lane) for lane in self.simulation.schedule.lanes]
-        bottom = _LANE * len(lanes)
-        memories = self.simulation.memories
-        height = bottom + (_MEMORY + _GAP) * len(memories) + _GAP
-        kinds = sorted({bar.kind for bar in self.bars}, key=KIND_ORDER.__getitem__)
-        parts = [
-            f'<svg id="drawing" viewBox="0 0 {_LEFT + _WIDTH + 8} {height}" role="img" '
-            f'aria-label="Timeline of one iteration by lane, and memory over time">',
-            f'<defs><clipPath id="inside"><rect x="{_LEFT}" y="0" width="{_WIDTH}" height="{height}"/></clipPath>',
-            *(_pattern(kind) for kind in kinds),
-            "</defs>",
-        ]
-        for row, name in enumerate(lanes):
-            y = row * _LANE
-            parts.append(f'<text class="name" x="{_LEFT - 8}" y="{y + _LANE / 2 + 4:g}">{escape(name)}</text>')
-            parts.append(f'<rect class="row" x="{_LEFT}" y="{y + 3}" width="{_WIDTH}" height="{_BAR}"/>')
-        parts.append('<g clip-path="url(#inside)">')
-        parts += [self._bar(number, bar) for number, bar in enumerate(self.bars)]
-        parts.append('<g id="path"></g></g>')
-        for row, memory in enumerate(memories):
-            parts += self._memory(memory, bottom + _GAP + row * (_MEMORY + _GAP))
-        parts.append(self._axis(height - 14))
-        return "\n".join([*parts, "</svg>"])
-
-    def _x(self, time_ns: float) -> float:
-        return _LEFT + _WIDTH * time_ns / self.length_ns
-
-    def _bar(self, number: int, bar: _Bar) -> str:
-        begin, end = max(bar.begin_ns, 0), min(bar.end_ns, self.length_ns)
-        x, width = self._x(begin), max(self._x(end) - self._x(begin), _LEAST)
-        title = f"{bar.name}\n{_time(bar.begin_ns)} to {_time(bar.end_ns)}"
-        return (
-            f'<rect class="task" data-task="{number}" x="{x:.2f}" y="{bar.lane * _LANE + 3}" width="{width:.2f}" '
-            f'height="{_BAR}" fill="url(#{bar.kind})"><title>{escape(title)}</title></rect>'
-        )
-
-    def _memory(self, memory: Occupancy, top: float) -> Iterator[str]:
-        """Draw what fills one memory, stacked, below a line for its capacity."""
-        name, limit = memory_title(memory.memory), memory.capacity_bytes
-        nearly_empty = memory.peak_bytes < _NEARLY_EMPTY * limit
-        most = round(1.1 * memory.peak_bytes) + 1 if nearly_empty else max(limit, memory.peak_bytes)
-        scale = f"{format_bytes(memory.peak_bytes)} of " if nearly_empty else ""
-        times, filled = _filled(self.simulation, memory.memory, self.iteration)
-        yield f'<text class="name" x="{_LEFT - 8}" y="{top + _MEMORY / 2:g}">{escape(name)}</text>'
-        yield f'<text class="small" x="{_LEFT - 8}" y="{top + _MEMORY / 2 + 15:g}">{scale}{format_bytes(limit)}</text>'
-        yield f'<rect class="row" x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_MEMORY}"/>'
-        yield f'<g clip-path="url(#inside)"><g class="zoomed" data-memory="{escape(memory.memory)}">'
-        lower = np.zeros(len(times) - 1, np.int64)
-        for what, size in filled.items():
-            upper = lower + size
-            edge = [*_steps(times, upper, self.length_ns, top, most), *_steps(times, lower, self.length_ns, top, most)[::-1]]
-            points = " ".join(f"{x:.2f},{y:.2f}" for x, y in edge)
-            peak = f"{what}: at most {format_bytes(float(size.max()))}"
-            yield f'<polygon fill="{_STACK[what][0]}" points="{points}"><title>{escape(peak)}</title></polygon>'
-            lower = upper
-        yield "</g></g>"
-        y = top + _MEMORY * (1 - limit / most)
-        if not nearly_empty:
-            yield f'<path class="capacity" d="M{_LEFT} {y:.2f}h{_WIDTH}"/>'
-
-    def _axis(self, y: float) -> str:
-        ticks = "".join(
-            f'<text x="{self._x(time):.2f}" y="{y}">{_time(time)}</text>'
-            for time in (self.length_ns * part / 4 for part in range(4))
-        )
-        return f'<g id="axis">{ticks}</g>'
-
-    def _legend(self) -> str:
-        kinds = sorted({bar.kind for bar in self.bars}, key=KIND_ORDER.__getitem__)
-        swatch = '<svg class="swatch" viewBox="0 0 24 14"><rect width="24" height="14" fill="{}"/></svg>'
-        tasks = (f"<li>{swatch.format(f'url(#{kind})')} {escape(KIND_MEANING[kind])}</li>" for kind in kinds)
-        filled = dict.fromkeys(
-            what for memory in self.simulation.memories for what in _filled(self.simulation, memory.memory, self.iteration)[1]
-        )
-        contained = (f"<li>{swatch.format(_STACK[what][0])} {escape(what)}</li>" for what in _STACK if what in filled)
-        return (
-            f'<h3>Tasks</h3><ul class="legend">{"".join(tasks)}</ul>\n'
-            f'<h3>Memory (dashed: its capacity)</h3><ul class="legend">{"".join(contained)}</ul>'
-        )
+def _shown(text: str) -> str:
+    return escape(printable(text))
 
 
-def _bars(simulation: Simulation, begin: int, end: int) -> Iterator[_Bar]:
-    """Return the tasks that run between two instants, in the order of the trace."""
-    trace, schedule = simulation.trace, simulation.schedule
-    lanes = {lane.name: row for row, lane in enumerate(schedule.lanes)}
-    place_of = {task.id: place for place, task in enumerate(schedule.tasks)}
-    tasks, waits = len(schedule.tasks), binding_waits(trace)
-    starts, ends = trace.start_ns.ravel(), trace.end_ns.ravel()
-    shown = np.flatnonzero((starts < end) & (ends > begin)).tolist()
-    numbers = {instance: number for number, instance in enumerate(shown)}
-    for instance in shown:
-        iteration, place = divmod(instance, tasks)
-        task, cause = schedule.tasks[place], waits[instance]
-        named = {(iteration - edge.back) * tasks + place_of[edge.task] for edge in task.after}
-        yield _Bar(
-            task.id.kind,
-            _task_name(task.id, iteration, simulation.profile.workload),
-            lanes[task.lane],
-            int(starts[instance]) - begin,
-            int(ends[instance]) - begin,
-            None if cause is None else numbers.get(cause),
-            cause is not None and cause not in named,
-        )
+# --- the verdict --------------------------------------------------------------------------------------------------
 
 
-def _task_name(task: TaskId, iteration: int, workload: Workload) -> str:
-    word = "block" if workload.units is Units.BLOCK else "unit"
-    unit = f"{word} {task.unit}" if workload.is_inner(task.unit) else f"the {workload.role(task.unit)}"
-    return f"{KIND_MEANING[task.kind]}, {unit} ({task.at(iteration)})"
+def _verdict(answer: Answer) -> str:
+    best, simulation = answer.best, answer.simulation
+    if best is None or simulation is None:
+        ways = [line.strip() for line in needs_text(answer)]
+        for gains in (answer.levers, answer.purchases):
+            ways += [f"Or with {gain.change.name}: {gain_text(answer, gain)}." for gain in gains if gain.fits][:1]
+        needs = "".join(f"<p>{_shown(way)}</p>" for way in ways)
+        return f'<section class="card short"><h2>Does not fit under any policy</h2>{needs}</section>'
+    facts = {
+        "best policy": best.name,
+        "tokens/s": f"{simulation.tokens_per_second:,.0f}",
+        "one iteration": format_seconds(best.seconds),
+    }
+    if answer.interval is not None:
+        low, high = format_seconds(answer.interval.low_seconds), format_seconds(answer.interval.high_seconds)
+        facts["90 % interval"] = f"{low} to {high}"
+    if answer.training_seconds is not None:
+        facts[f"for {format_count(answer.tokens)} tokens"] = long_time(answer.training_seconds)
+    if answer.offloading is not None:
+        facts["offloading"] = _OFFLOAD[answer.offloading]
+    listed = "".join(f"<div><dt>{_shown(name)}</dt><dd>{_shown(value)}</dd></div>" for name, value in facts.items())
+    reasons = [offload_text(answer, best), *([] if answer.interval is None else [interval_text(answer.interval)])]
+    why = "".join(f"<p>{_shown(reason[0].upper() + reason[1:])}</p>" for reason in reasons)
+    return f'<section class="card fits"><h2>Fits</h2><dl>{listed}</dl>{why}</section>'
 
 
-def _filled(simulation: Simulation, memory: str, iteration: int) -> tuple[Nanoseconds, dict[str, Nanoseconds]]:
-    """Return what fills a memory in one iteration, by the names of :data:`_STACK`, from the start of the iteration on."""
-    begin, end = window_ns(simulation.trace, iteration, iteration)
-    times, groups = contents(simulation.trace, memory)
-    first = int(np.searchsorted(times, begin, "right")) - 1  # holds at the start
-    last = int(np.searchsorted(times, end, "left"))
-    filled: dict[str, Nanoseconds] = {}
-    for what in _STACK:
-        some = [size[first:last] for group, size in groups.items() if _FILLS[_value_of(group)] == what]
-        if any(size.any() for size in some):
-            total = np.zeros_like(some[0])
-            for size in some:
-                total += size
-            filled[what] = total
-    return np.append(np.maximum(times[first:last], begin), end) - begin, filled
+# --- bars ---------------------------------------------------------------------------------------------------------
 
 
-def _value_of(group: str) -> Value:
-    """The value of a buffer group, such as ``parameters`` of ``parameters_B``."""
-    return Value(re.sub(r"_[A-Z]+$", "", group))
+def _bars(rows: Iterable[tuple[str, str, str]], kind: str = "bars") -> str:
+    """Return a list of rows: a name, its value, and a bar (HTML; empty: none)."""
+    listed = (f"<li><span>{_shown(name)}</span> <span>{_shown(value)}</span>{bar}</li>" for name, value, bar in rows)
+    return f'<ul class="{kind}">{"".join(listed)}</ul>'
 
 
-def _steps(times: Nanoseconds, sizes: Nanoseconds, length_ns: int, top: float, most: int) -> list[tuple[float, float]]:
-    """Return the points of a line that holds each size until the next time."""
-    xs = np.repeat(_LEFT + _WIDTH * times / length_ns, 2)[1:-1]
-    ys = np.repeat(top + _MEMORY * (1 - sizes / most), 2)
-    return list(zip(xs.tolist(), ys.tolist(), strict=True))
+def _bar(filled: float, kind: str = "", available: float | None = None) -> str:
+    """Return a bar that is filled up to a share of its width, with a mark at another. The text beside it has the figures."""
+    mark = "" if available is None else f'<i class="available" style="width:{100 * available:.2f}%"></i>'
+    return f'<span class="bar" aria-hidden="true">{mark}<i class="filled {kind}" style="width:{100 * filled:.2f}%"></i></span>'
 
 
-def _pattern(kind: Kind) -> str:
-    """Return the fill of a kind: its colour, with lines where figures have a hatch."""
-    shown = look(kind)
-    lines = f'<path d="{_HATCHES[shown.hatch[0]]}"/>' if shown.hatch else ""
+def _memory(answer: Answer) -> str:
+    if answer.best is not None:
+        return f"{_bars(map(_budget, answer.budgets))}<p>The mark is what is available, the full width is the total.</p>"
+    planned = [each for each in answer.candidates if each.summary.verdict is not Verdict.INVALID]
+    short = dict.fromkeys(each.summary.verdict.short for each in planned)
+    return "\n".join(_needed(memory, planned) for memory in dict.fromkeys((GPU_MEMORY, HOST_MEMORY, *short)))
+
+
+def _budget(budget: Budget) -> tuple[str, str, str]:
+    used, available, total = budget.used_bytes or 0, budget.available_bytes, budget.total_bytes
+    of = f" ({format_bytes(total)} in total)" if total > available else ""
+    text = f"{format_bytes(used)} used of {format_bytes(available)} available{of}"
+    name = memory_name(budget.memory) + ("" if budget.limited else " (part of the host's)")
+    return name, text, _bar(used / total, available=available / total)
+
+
+def _needed(memory: str, planned: Iterable[Candidate]) -> str:
+    """Return what each policy needs of a memory, the least first, against what is available."""
+    peaks = sorted((peak, each.name) for each in planned if (peak := _peak(each.summary, memory)) is not None)
+    capacity = next((size for each in planned if (size := _capacity(each.summary, memory)) is not None), None)
+    if not peaks or capacity is None:
+        return ""
+    most = max(capacity, peaks[-1][0], 1)
+    rows = (
+        (name, f"{format_bytes(peak)} needed", _bar(peak / most, "over" if peak > capacity else "", capacity / most))
+        for peak, name in peaks
+    )
+    title = f"{memory_name(memory)}: {format_bytes(capacity)} available (the mark)"
+    return f"<h3>{_shown(title[0].upper() + title[1:])}</h3>{_bars(rows, 'bars brief')}"
+
+
+def _peak(summary: Summary, memory: str) -> int | None:
+    if memory in summary.places:
+        return summary.places[memory].peak_bytes
+    known = {GPU_MEMORY: summary.gpu_peak_bytes, HOST_MEMORY: summary.host_peak_bytes, PINNED_MEMORY: summary.pinned_peak_bytes}
+    return known.get(memory)
+
+
+def _capacity(summary: Summary, memory: str) -> int | None:
+    if memory in summary.places:
+        return summary.places[memory].capacity_bytes
+    known = {
+        GPU_MEMORY: summary.gpu_capacity_bytes,
+        HOST_MEMORY: summary.host_capacity_bytes,
+        PINNED_MEMORY: summary.pinned_capacity_bytes,
+    }
+    return known.get(memory)
+
+
+# --- levers and purchases -----------------------------------------------------------------------------------------
+
+
+def _levers(answer: Answer) -> str:
+    shown = [gain for gain in answer.levers if gain.verdict is not Verdict.INVALID]
+    groups = {
+        "The same mathematics: the same gradients from the same sequences": [gain for gain in shown if gain.change.exact],
+        "Other mathematics: other gradients or sequences": [gain for gain in shown if not gain.change.exact],
+    }
+    return "\n".join(f"<h3>{title}</h3>{_bars(_gains(answer, some))}" for title, some in groups.items() if some)
+
+
+def _gains(answer: Answer, gains: Iterable[Gain]) -> Iterator[tuple[str, str, str]]:
+    """The rows of changes: tokens/s now, if anything fits, and with each; the most of all levers and purchases is full."""
+    now = 0.0 if answer.simulation is None else answer.simulation.tokens_per_second
+    most = max([now, *(gain.tokens_per_second or 0.0 for gain in (*answer.levers, *answer.purchases))]) or 1.0
+    if now:
+        yield "as it is", f"{now:,.0f} tokens/s", _bar(now / most, "now")
+    for gain in gains:
+        rate = gain.tokens_per_second or 0.0
+        said = gain_text(answer, gain)
+        told = said if not gain.fits or "tokens/s" in said else f"{rate:,.0f} tokens/s, {said}"
+        price = "" if gain.price_per_hour is None else f"; {gain.price_per_hour:.3g} for each hour saved"
+        memory = "" if gain.change.workload is None else memory_of(gain)  # of levers
+        bar = _bar(rate / most, "better" if gain.helps else "") if gain.fits else ""
+        yield gain.change.name, f"{told}{memory}{price}", bar
+
+
+# --- policies -----------------------------------------------------------------------------------------------------
+
+
+def _policies(answer: Answer) -> str:
+    figures: dict[str, list[tuple[float | None, str]]] = {}
+    for each in (candidate.summary for candidate in answer.candidates):
+        for name, value, shown in (
+            ("iteration", each.iteration_seconds, format_seconds),
+            ("tokens/s", each.tokens_per_second, "{:,.0f}".format),
+            ("GPU memory", each.gpu_peak_bytes, format_bytes),
+            ("host memory", each.host_peak_bytes, format_bytes),
+        ):
+            figures.setdefault(name, []).append((value, "-" if value is None else shown(value)))
+    figures = {name: cells for name, cells in figures.items() if any(value is not None for value, _ in cells)}
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("policy", *figures, "runs in", "remark"))
+    rows = "\n".join(_row(answer, each, cells) for each, *cells in zip(answer.candidates, *figures.values(), strict=True))
     return (
-        f'<pattern id="{kind}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect width="8" height="8" fill="{shown.colour}"/>{lines}</pattern>'
+        '<div class="wide" role="region" aria-label="Policies" tabindex="0"><table class="sortable">'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _time(time_ns: float) -> str:
-    return format_seconds(abs(time_ns) * 1e-9) if time_ns >= 0 else f"-{format_seconds(-time_ns * 1e-9)}"
+def _row(answer: Answer, each: Candidate, figures: Iterable[tuple[float | None, str]]) -> str:
+    name = re.sub("([:,_=])", r"\1<wbr>", _shown(each.name))  # where a narrow column may break it
+    cells = [f'<th scope="row">{name}</th>']
+    for value, shown in figures:
+        data = "" if value is None else f' data-value="{value!r}"'
+        cells.append(f'<td class="number"{data}>{shown}</td>')
+    cells += [f"<td>{_shown(', '.join(each.runs_in) or '-')}</td>", f"<td>{_shown(remark(answer, each) or 'best')}</td>"]
+    return f"<tr{' class=best' if each is answer.best else ''}>{''.join(cells)}</tr>"

@@ -40,18 +40,20 @@ def answer_text(answer: Answer, columns: int = WIDTH) -> str:
 
     Lines longer than ``columns`` are wrapped; the page is never wider than 80 columns.
     """
-    parts = ("\n".join(row for line in lines for row in _narrowed(line, columns)) for _, lines in sections(answer))
+    width = min(columns, WIDTH)
+    parts = ("\n".join(row for line in lines for row in _wrapped(line, width)) for _, lines in sections(answer))
     return "\n\n".join(parts) + "\n"
 
 
-def _narrowed(line: str, columns: int) -> list[str]:
+def _wrapped(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
     further = " " * (len(line) - len(line.lstrip()) + 2)
-    wrapped = textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False, break_long_words=False)
-    return wrapped if len(line) > columns else [line]
+    return textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False)
 
 
 def sections(answer: Answer) -> list[tuple[str, list[str]]]:
-    """Return the parts of the page: a title for each, and its lines."""
+    """Return the parts of the page: a title for each, and its lines, which are as long as they need to be."""
     parts = [
         ("Answer", _verdict(answer)),
         ("Memory", _memory(answer)),
@@ -71,7 +73,7 @@ def sections(answer: Answer) -> list[tuple[str, list[str]]]:
 def _verdict(answer: Answer) -> Iterator[str]:
     workload, hardware = answer.profile.workload, answer.profile.hardware
     times = f"{workload.micro_batches} x " if workload.micro_batches > 1 else ""
-    yield from _wrapped(
+    yield (
         f"{workload.name} ({workload.parameters / 1e9:.2f}B parameters, {times}{workload.batch_size} x "
         f"{workload.sequence_length} tokens) on {node_text(hardware.name, hardware.gpus)}, {_clock(answer)}"
     )
@@ -79,24 +81,25 @@ def _verdict(answer: Answer) -> Iterator[str]:
     best, simulation = answer.best, answer.simulation
     if best is None or simulation is None:
         only = f" that runs in {' or '.join(answer.runnable)}" if answer.runnable else ""
-        yield from _wrapped(f"DOES NOT FIT under any policy{only}.")
-        yield from _needs(answer)
+        yield f"DOES NOT FIT under any policy{only}."
+        yield from needs_text(answer)
         return
-    yield from _wrapped(
+    yield (
         f"FITS: {best.name} takes {format_seconds(best.seconds)} per iteration, {simulation.tokens_per_second:,.0f} tokens/s."
     )
     if answer.training_seconds is not None:
-        yield from _wrapped(f"{format_count(answer.tokens)} tokens take {_long(answer.training_seconds)}.", indent=2)
+        yield f"  {format_count(answer.tokens)} tokens take {long_time(answer.training_seconds)}."
     if answer.interval is not None:
-        yield from _wrapped(_interval(answer.interval), indent=2)
-    yield from _wrapped(_offload(answer, best), indent=2)
+        yield f"  {interval_text(answer.interval)}"
+    yield f"  {offload_text(answer, best)}"
 
 
 def _clock(answer: Answer) -> str:
     return str(answer.candidates[0].summary.clock)
 
 
-def _offload(answer: Answer, best: Candidate) -> str:
+def offload_text(answer: Answer, best: Candidate) -> str:
+    """Return whether to offload, and why."""
     staying, offloading = answer.staying, answer.offloading
     if staying is None:
         return "Offloading is needed: no plan fits that keeps everything on the GPU."
@@ -116,7 +119,8 @@ def _offload(answer: Answer, best: Candidate) -> str:
     return f"Do not offload: everything fits on the GPU{' with recomputation' if recomputes else ''}, and that is best.{gain}"
 
 
-def _interval(interval: Interval) -> str:
+def interval_text(interval: Interval) -> str:
+    """Return where the time of an iteration lies, and how sure that is."""
     low, high = format_seconds(interval.low_seconds), format_seconds(interval.high_seconds)
     draws, seed = interval.sampling.draws, interval.sampling.seed
     error = f"the model's mean error of {100 * interval.model_error:.0f} % on new sources"
@@ -124,21 +128,22 @@ def _interval(interval: Interval) -> str:
     if not interval.figures:
         return f"{text}; all figures of the hardware are given."
     fitting = f"all {draws}" if interval.fitting == draws else f"{interval.fitting}"
-    short = ", ".join(f"{_named(memory)} is short in {count}" for memory, count in interval.short.items())
+    short = ", ".join(f"{memory_name(memory)} is short in {count}" for memory, count in interval.short.items())
     return (
         f"{text} and from {draws} draws of the {interval.figures} uncertain figures of the hardware (seed {seed}); this plan "
         f"fits in {fitting}{f' of them ({short})' if short else ''}."
     )
 
 
-def _needs(answer: Answer) -> Iterator[str]:
+def needs_text(answer: Answer) -> Iterator[str]:
+    """Return the least memory with which something fits."""
     if not answer.needs:
-        yield from _wrapped("No size of GPU and host memory was found with which a policy fits.", indent=2)
+        yield "  No size of GPU and host memory was found with which a policy fits."
     for need in answer.needs:
-        yield from _wrapped(_need(answer, need), indent=2)
+        yield f"  {need_text(answer, need)}"
 
 
-def _need(answer: Answer, need: Need) -> str:
+def need_text(answer: Answer, need: Need) -> str:
     gpu = answer.profile.hardware.gpu
     sizes = {
         GPU_MEMORY: f"a GPU with {format_bytes(need.gpu_bytes)} (now {format_bytes(gpu.memory_bytes)})",
@@ -162,16 +167,16 @@ def _memory(answer: Answer) -> Iterator[str]:
         used = "-" if budget.used_bytes is None else format_bytes(budget.used_bytes)
         yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
     if answer.profile.hardware.gpus > 1:
-        yield from _wrapped("of each GPU; host and pinned memory are its share of the node")
+        yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:
         return  # nothing was varied, so nothing is known to bind
-    names = " and ".join(_named(memory) for memory in answer.binds)
+    names = " and ".join(memory_name(memory) for memory in answer.binds)
     if answer.best is None:
-        yield from _wrapped(f"binds: {names or 'no memory alone'}")
+        yield f"binds: {names or 'no memory alone'}"
     elif names:
-        yield from _wrapped(f"binds: {names}; more of it would save time, see below")
+        yield f"binds: {names}; more of it would save time, see below"
     else:
-        yield from _wrapped("binds: no memory; more of any would not save time")
+        yield "binds: no memory; more of any would not save time"
 
 
 def _kept_back(budget: Budget) -> str:
@@ -194,16 +199,16 @@ def _plan(answer: Answer) -> Iterator[str]:
         return
     plan, workload = simulation.plan, answer.profile.workload
     units = "blocks" if workload.units is Units.BLOCK else "units"
-    yield from _wrapped(f"plan of {best.name}, by {units} (0 is the embedding, {len(plan.units) - 1} the head):")
+    yield f"plan of {best.name}, by {units} (0 is the embedding, {len(plan.units) - 1} the head):"
     for places, words in decisions(simulation):
-        yield from _wrapped(f"{places}: {words}", indent=2)
-    yield from _wrapped(f"bound by {period_bounds(simulation.schedule, simulation.trace).binds}")
+        yield f"  {places}: {words}"
+    yield f"bound by {period_bounds(simulation.schedule, simulation.trace).binds}"
     within = proven_within(simulation)
     if within is not None:
         least = format_seconds(simulation.iteration_seconds / (1 + within))
-        yield from _wrapped(f"proven: no plan that this policy could choose takes less than {least}")
+        yield f"proven: no plan that this policy could choose takes less than {least}"
     if simulation.waits:
-        yield from _wrapped(f"it fits with {simulation.waits} waits for memory")
+        yield f"it fits with {simulation.waits} waits for memory"
 
 
 def decisions(simulation: Simulation) -> list[tuple[str, str]]:
@@ -232,7 +237,8 @@ _KEPT = {
 }
 
 
-def _named(memory: str) -> str:
+def memory_name(memory: str) -> str:
+    """Return the name of a memory in text."""
     return _NAMES.get(memory, memory)
 
 
@@ -263,33 +269,45 @@ def _policies(answer: Answer) -> Iterator[str]:
     best, following = answer.best, answer.next_best
     if best is not None:
         if following is None:
-            yield from _wrapped("next best: none; no other plan fits")
+            yield "next best: none; no other plan fits"
         else:
-            yield from _wrapped(f"next best: {following.name}, {_slower(following, best)}")
+            yield f"next best: {following.name}, {_slower(following, best)}"
     fitting = [each for each in answer.candidates if each.fits]
     if fitting and best is not None:
         yield f"{'policy':<26}{'iteration':>9}{'tokens/s':>9}  runs in"
         for each in fitting:
             rate = each.summary.tokens_per_second or 0.0
-            note = f"same plan as {each.same_plan_as}" if each.same_plan_as else "" if each is best else _slower(each, best)
+            note = remark(answer, each)
             name, colon, flags = each.name.partition(":")
             if len(each.name) <= _POLICY:
                 name, flags = each.name, ""
             runs = f"{_runs_in(each):<13}"
             yield f"{name:<26}{format_seconds(each.seconds):>9}{rate:>9,.0f}  {runs}{note}".rstrip()
             if flags:
-                yield from _wrapped(f"{colon}{flags}", indent=2)
+                yield f"  {colon}{flags}"
     short = [each for each in answer.candidates if not each.fits and each.summary.verdict is not Verdict.INVALID]
     if short:
         yield "does not fit:"
         for each in short:
-            yield from _wrapped(f"{each.name}: {_shortage(each.summary)}", indent=2)
+            yield f"  {each.name}: {remark(answer, each)}"
     refused = [each for each in answer.candidates if each.summary.verdict is Verdict.INVALID]
     if refused:
         yield "cannot plan this:"
         for each in refused:
-            reason = _fact(each.summary)
-            yield from _wrapped(reason if reason.startswith(f"{each.name} ") else f"{each.name}: {reason}", indent=2)
+            reason = remark(answer, each)
+            yield f"  {reason}" if reason.startswith(f"{each.name} ") else f"  {each.name}: {reason}"
+
+
+def remark(answer: Answer, each: Candidate) -> str:
+    """Return how a policy compares with the best one, or why it does not train; empty for the best one."""
+    if each.summary.verdict is Verdict.INVALID:
+        return _fact(each.summary)
+    best = answer.best
+    if not each.fits or best is None:
+        return _shortage(each.summary)
+    if each.same_plan_as:
+        return f"same plan as {each.same_plan_as}"
+    return "" if each is best else _slower(each, best)
 
 
 def _runs_in(each: Candidate) -> str:
@@ -317,7 +335,7 @@ def _shortage(summary: Summary) -> str:
     used, capacity = peaks.get(memory, (None, None))
     if used is None or capacity is None:
         return _fact(summary)
-    return f"needs {format_bytes(used)} of {_named(memory)}, there are {format_bytes(capacity)}"
+    return f"needs {format_bytes(used)} of {memory_name(memory)}, there are {format_bytes(capacity)}"
 
 
 def _fact(summary: Summary) -> str:
@@ -338,26 +356,28 @@ def _levers(answer: Answer) -> Iterator[str]:
         if shown:
             yield title
         for gain in shown:
-            yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}{_memory_of(gain)}", indent=2)
+            yield f"  {gain.change.name}: {gain_text(answer, gain)}{memory_of(gain)}"
 
 
-def _memory_of(gain: Gain) -> str:
-    used = [f"{format_bytes(size)} of {_named(memory)}" for memory, size in gain.peaks.items() if size]
+def memory_of(gain: Gain) -> str:
+    """Return what is used of each memory, after a semicolon; empty if nothing fits."""
+    used = [f"{format_bytes(size)} of {memory_name(memory)}" for memory, size in gain.peaks.items() if size]
     return f"; {', '.join(used)}" if used else ""
 
 
 def _purchases(answer: Answer) -> Iterator[str]:
     if not answer.purchases:
         return
-    yield from _wrapped("effect of a purchase, with the best plan for it:")
+    yield "effect of a purchase, with the best plan for it:"
     for gain in answer.purchases:
         price = "" if gain.price_per_hour is None else f"; {gain.price_per_hour:.3g} for each hour saved"
-        yield from _wrapped(f"{gain.change.name}: {_gain(answer, gain)}{price}", indent=2)
+        yield f"  {gain.change.name}: {gain_text(answer, gain)}{price}"
     if answer.profile.hardware.interconnect is None:
-        yield from _wrapped("one more GPU: not simulated, as it is not known how GPUs are joined here", indent=2)
+        yield "  one more GPU: not simulated, as it is not known how GPUs are joined here"
 
 
-def _gain(answer: Answer, gain: Gain) -> str:
+def gain_text(answer: Answer, gain: Gain) -> str:
+    """Return the effect of a change on tokens/s."""
     best, seconds, change = answer.best, gain.iteration_seconds, gain.change
     if seconds is None or gain.tokens_per_second is None:
         return "would not fit" if best is not None else "still does not fit"
@@ -377,7 +397,7 @@ def _gain(answer: Answer, gain: Gain) -> str:
 
 def _largest(answer: Answer) -> Iterator[str]:
     for largest in answer.largest:
-        yield from _wrapped(largest_text(largest))
+        yield largest_text(largest)
 
 
 def largest_text(largest: Largest) -> str:
@@ -404,20 +424,20 @@ def _assumed(answer: Answer) -> Iterator[str]:
         assumed.append(f"hardware {hardware.name}")
     for name, memory in (("gpu_memory", GPU_MEMORY), ("host_memory", HOST_MEMORY)):
         if name not in given:
-            assumed.append(f"{_named(memory)} {_total(answer, memory)}")
+            assumed.append(f"{memory_name(memory)} {_total(answer, memory)}")
     if "system_memory" not in given and not hardware.unified:
         assumed.append(f"{format_bytes(answer.system_bytes)} of host memory left to the system")
     if "tokens" not in given:
         assumed.append(f"{format_count(answer.tokens)} tokens")
     if answer.chosen:
         chosen = ", ".join(f"{name.replace('_', ' ')} {_value(figures[name])}" for name in answer.chosen)
-        yield from _wrapped(f"chosen for the most tokens/s: {chosen}.")
-    yield from _wrapped(f"assumed, not given: {', '.join(assumed)}.")
+        yield f"chosen for the most tokens/s: {chosen}."
+    yield f"assumed, not given: {', '.join(assumed)}."
     if answer.left_out:
-        yield from _wrapped(f"no time for: {', '.join(answer.left_out)}; give a longer --timeout.")
-    yield from _wrapped(f"model: {'; '.join(described_blocks(workload))}; vocabulary {workload.vocabulary_size:,}.")
+        yield f"no time for: {', '.join(answer.left_out)}; give a longer --timeout."
+    yield f"model: {'; '.join(described_blocks(workload))}; vocabulary {workload.vocabulary_size:,}."
     for note in answer.candidates[0].summary.notes:
-        yield from _wrapped(f"note: {note}")
+        yield f"note: {note}"
 
 
 def _value(value: object) -> str:
@@ -429,19 +449,9 @@ def _value(value: object) -> str:
 # --- words --------------------------------------------------------------------------------------------------------
 
 
-def _long(seconds: float) -> str:
+def long_time(seconds: float) -> str:
     """Return a time of minutes, hours, days or years."""
     for unit, size in _TIMES:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}s"
     return format_seconds(seconds)
-
-
-def _wrapped(text: str, indent: int = 0) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + 2),
-        break_on_hyphens=False,
-    )

@@ -19,10 +19,10 @@ from support.command import SMALL, autohete, refused
 from autohete.answer import AND, Answer, Candidate, Gain, Offloading, Sampling, Site, find_answer
 from autohete.answer.answer_document import answer_json
 from autohete.answer.certainty import MODEL_ERROR
-from autohete.answer.changes import gains, trials, with_price
 from autohete.answer.draws import draw, open_figures
 from autohete.answer.policies import Judged, default_policies, ranked
 from autohete.answer.purchases import single_purchases
+from autohete.answer.trials import gains, trials, with_price
 from autohete.cli.axes import _option_parser
 from autohete.cli.plan import with_options
 from autohete.cli.question import Question

@@ -8,7 +8,7 @@ import pytest
 from support.answers import WORKLOAD, profile_at, site
 
 from autohete.answer import NOISE, in_turn
-from autohete.answer.batches import best_batches
+from autohete.answer.best_batch import best_batches
 from autohete.errors import AutoHeteError, InputError
 from autohete.hardware import Hardware
 from autohete.plan.policy import Verdict

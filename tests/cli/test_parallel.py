@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from support.command import autohete, refused
 
-from autohete.cli.stages import Stages
+from autohete.cli.parallel import Stages
 
 TINY = ["--hidden", "256", "--blocks", "2", "--heads", "4", "--vocabulary", "1000", "--batch-size", "2", "--draws", "0"]
 
