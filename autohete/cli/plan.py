@@ -112,7 +112,7 @@ def plan(
             if value is not None:
                 raise InputError(f"{option} belongs to the whole answer: leave out --policy, or {option}")
     sizes = tuple(GrowingFigure) if max_ == "all" else () if max_ is None else (GrowingFigure[max_.upper()],)
-    prices = _prices(price)
+    prices, most_tokens = _prices(price), parse_count(iteration_tokens)
     check_outputs(outputs)
     running.check()
     if policy is not None:
@@ -127,7 +127,7 @@ def plan(
     if isinstance(whole_profile.workload, TracedWorkload):
         sizes = _of_traced(whole_profile.workload, sizes)
     if question.searches_batch:
-        whole_profile = _with_best_batch(question, whole_profile, iteration_tokens, run)
+        whole_profile = _with_best_batch(question, whole_profile, most_tokens, run)
     result = _answer(question, whole_profile, tokens, Sampling(draws, seed), sizes, prices, running.only(), run, fast=fast)
     result = with_options(result)
     written = write_best(result, running, question)
@@ -162,15 +162,13 @@ def _prices(given: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def _with_best_batch(question: Question, whole: Profile, iteration_tokens: str, run: Run) -> Profile:
+def _with_best_batch(question: Question, whole: Profile, most_tokens: int, run: Run) -> Profile:
     """The profile of the batch that trains the most tokens per second; as it was if none fits."""
     from autohete.answer.best_batch import best_batches
     from autohete.profile import analytic_profile
 
     hardware = question.on_hardware()
-    best = best_batches(
-        whole.workload, hardware, run, parse_count(iteration_tokens), micro_batches=question.shape.micro_batches
-    )
+    best = best_batches(whole.workload, hardware, run, most_tokens, micro_batches=question.shape.micro_batches)
     return whole if best is None else analytic_profile(best, whole.hardware)
 
 

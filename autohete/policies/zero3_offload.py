@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Format, Plan, Route, UnitPlan
@@ -82,17 +83,18 @@ class Zero3Offload:
         element = profile.element_bytes
         fetched = Format(element, self.pin_parameters)
 
-        def offloaded(block: int) -> UnitPlan:
-            unit = plan.units[block]
-            if tied and block in (0, last):
-                return unit
-            route = Route(HOST_MEMORY, stays_after_forward=block == last, carried=fetched)
+        @cache
+        def offloaded(unit: UnitPlan, *, is_last: bool) -> UnitPlan:
+            route = Route(HOST_MEMORY, stays_after_forward=is_last, carried=fetched)
             return replace(unit, parameters=route, refresh=Format())
 
         return replace(
             plan,
             policy="zero3_offload",
-            units=(offloaded(0), *[offloaded(1)] * (last - 1), offloaded(last)),
+            units=tuple(
+                unit if tied and block in (0, last) else offloaded(unit, is_last=block == last)
+                for block, unit in enumerate(plan.units)
+            ),
             footprint=replace(plan.footprint, host_parameter_bytes=element),
         )
 

@@ -112,7 +112,7 @@ def test_a_configuration_is_a_question(tmp_path: Path) -> None:
     done = autohete("plan", *shape, *quick, "--from", str(path), "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["from"]["policy"] == "zero_offload:bucket_size=500,deepspeed=2026,pin_memory=off"
+    assert found["configuration"]["policy"] == "zero_offload:bucket_size=500,deepspeed=2026,pin_memory=off"
     assert found["best"]["assumptions"]["batch_size"] == 4
     assert "batch-size is 2, but" in refused("plan", *SMALL, "--from", str(path))
     assert "--policy, or --from" in refused("plan", *shape, "--policy", "resident", "--from", str(path))

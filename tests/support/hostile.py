@@ -134,7 +134,9 @@ def values(option: Option) -> st.SearchStrategy[str] | None:
             [*(f"{file}{suffix}" for file in files), "x" * 300 + suffix, f"{ESCAPE}{suffix}", f"\udcff{suffix}"]
         )
     if suffix := _WRITTEN.get(name) or (".json" if (command, name) in _WRITTEN_ARGUMENTS else None):
-        files = [file for file in _UNWRITABLE if (file, command) != ("input", ("profile",))]  # which does not read it
+        files = [
+            file for file in _UNWRITABLE if file != "input" or command not in (("profile",), ("trace",))
+        ]  # which do not read it
         return st.sampled_from([*(f"{file}{suffix}" for file in files), ""])
     if command == ("hardware", "new"):
         return st.sampled_from(["", "x", "input.toml", "none/x.toml", "x" * 300 + ".toml", "dangling.toml", "readonly.toml"])

@@ -70,13 +70,28 @@ def test_a_simulation_by_names_is_that_of_the_objects() -> None:
 @pytest.mark.slow
 def test_an_answer_by_names_is_that_of_the_command() -> None:
     """The same document, but for what the command assumes and here is given, and for the names of its options."""
-    asked = ["--hidden", "256", "--blocks", "2", "--heads", "4", "--vocabulary", "1000", "--hardware", NODE, "--draws", "2"]
+    asked = [
+        "--hidden",
+        "256",
+        "--blocks",
+        "2",
+        "--heads",
+        "4",
+        "--vocabulary",
+        "1000",
+        "--hardware",
+        NODE,
+        "--draws",
+        "2",
+        "--batch-size",
+        "8",
+    ]
     printed = json.loads(command("plan", *asked, "--jobs", "1", "--json").stdout)
     workload = autohete.Workload("2x256", 256, 2, 4, vocabulary_size=1000)
     found = json.loads(json.dumps(autohete.plan_training(workload, NODE, sampling=Sampling(2)).to_dict()))
     for document in (printed, found):
         del document["given"], document["assumptions"]
-        for gain in document["free"]:
+        for gain in document["levers"]:
             del gain["change"]["name"]
     assert found == printed
 
