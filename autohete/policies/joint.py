@@ -61,7 +61,7 @@ class Joint:
     """The joint planner.
 
     Args:
-        quick: search for a tenth of the time; the plan may be slower than that of another system.
+        quick: spend about a fifth of the time; the plan may be slower than that of another system.
     """
 
     quick: bool = False
