@@ -41,7 +41,7 @@ from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, save_figure, styl
 from autohete.report.tables import console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
-from autohete.workload import WORKLOADS, Kernels, Precision, Workload
+from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -113,7 +113,7 @@ class Source(_Table):
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
-    for field, kind in (("precision", Precision), ("kernels", Kernels)):
+    for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention)):
         if field in fields:
             fields[field] = kind(fields[field])
     training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}

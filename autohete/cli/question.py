@@ -11,7 +11,7 @@ from cyclopts import Parameter, Token
 from autohete.cli.groups import HARDWARE, MODEL, TRAINING
 from autohete.cli.named import HardwareName
 from autohete.errors import InputError, check_fields
-from autohete.workload import Kernels, Precision, Units, Workload, named_workload
+from autohete.workload import FusedAttention, Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -90,6 +90,9 @@ class Shape:
         Implementation of a block: fused (Megatron with FlashAttention), lean (the same, but backward makes results of norms and
         of the activation function again), fused_softmax (attention scores in memory), eager (Hugging Face GPT-2, a kernel per
         operation) or eager_flash (the same with PyTorch's attention).
+    attention:
+        Implementation of attention in fused, lean and eager_flash kernels: FlashAttention fa1, fa2 or fa3, cudnn, triton (of
+        2023) or efficient (xFormers). Default: what PyTorch takes on the GPU.
     units:
         Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
     chunked_loss:
@@ -123,6 +126,7 @@ class Shape:
     precision: Literal["bf16", "fp16", "fp32", "fp8"] | None = None
     tied_embeddings: Annotated[bool | None, Parameter(group=MODEL)] = None
     kernels: Kernels | None = None
+    attention: FusedAttention | None = None
     units: Units | None = None
     chunked_loss: bool | None = None
     loss_chunks: Whole | None = None

@@ -33,6 +33,11 @@ _MOST_BASES = 16
 _DEEPEST = 8
 #: Figures that can be set where a file leaves them out: a limit of the system, not of the machine, and how nodes are joined.
 ABSENT = ("host.pinned_memory", f"{JOIN}.network_bandwidth", f"{JOIN}.network_latency")
+#: Keys that files had before, and what to give instead.
+REPLACED = {
+    "gpu.attention_share": "attention runs at the rate of its implementation: give gpu.compute_capability, such as 9.0, and "
+    "name the implementation with --attention, such as fa2"
+}
 #: Keys that take a word, not a figure: where the memory is that copies use, how pinned arrays are rounded, and whether GPUs
 #: copy to each other directly or through host memory.
 WORDS = ("host.numa", "host.pinned_rounding", f"{JOIN}.path")
@@ -288,6 +293,8 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
     for key, text in overrides.items():
         if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):
             raise InputError(f"{key} cannot be set: the hardware is unified, with one pool of memory: set gpu.memory instead")
+        if key in REPLACED:
+            raise InputError(f"{key} is no longer a figure: {REPLACED[key]}")
         if key not in known:
             raise unknown_name("hardware figure", key, known, "autohete hardware show NAME")
         *tables, name = key.split(".")

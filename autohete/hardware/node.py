@@ -35,8 +35,7 @@ class Gpu:
         gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: same as in 16 bit.
         peak_8bit_flops: dense peak of 8-bit floating point; None: it has none, or it is not known.
         multiprocessors: number of them, for the efficiency of small matrix products; None: as efficient as large ones.
-        attention_share: rate of fused attention, forward and backward together, as a share of that of large matrix products;
-            None: 0.65.
+        compute_capability: of CUDA, such as 8.9, which decides what attention runs and how fast; None: as an A100.
     """
 
     memory_bytes: int
@@ -50,7 +49,7 @@ class Gpu:
     gemm_efficiency_32bit: float | None = None
     multiprocessors: int | None = None
     peak_8bit_flops: float | None = None
-    attention_share: float | None = None
+    compute_capability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from autohete.errors import InputError, suggestion
-from autohete.hardware.document import WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
+from autohete.hardware.document import REPLACED, WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
 from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
 from autohete.hardware.pcie import ASSUMED, DEFAULT, joined
 from autohete.printable import shown
@@ -51,6 +51,7 @@ _Bandwidth = Annotated[float, BeforeValidator(_quantity("bandwidth")), Field(ge=
 _Rate = Annotated[float, BeforeValidator(_quantity("rate")), Field(ge=1e6, le=1e21), _text("rate")]
 _Time = Annotated[float, BeforeValidator(_quantity("time")), Field(ge=1e-12, le=10), _text("time")]
 _Share = Annotated[float, Field(gt=0, le=1)]
+_Capability = Annotated[float, Field(ge=5, le=20)]
 _Cores = Annotated[float, Field(ge=0.1, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1_000_000)]
 _KINDS: dict[str, object] = {
@@ -59,6 +60,7 @@ _KINDS: dict[str, object] = {
     "Rate": _Rate,
     "Time": _Time,
     "Share": _Share,
+    "Capability": _Capability,
     "Cores": _Cores,
     "Count": _Count,
 }
@@ -114,7 +116,7 @@ class GpuFigures(_Table):
     gemm_efficiency: Figure[_Share]
     gemm_efficiency_32bit: Figure[_Share] | None = None
     multiprocessors: Figure[_Count] | None = None
-    attention_share: Figure[_Share] | None = None
+    compute_capability: Figure[_Capability] | None = None
     kernel_overhead: Figure[_Time]
 
 
@@ -239,7 +241,7 @@ class HardwareFile(_Table):
                 gemm_efficiency_32bit=_value(gpu.gemm_efficiency_32bit),
                 multiprocessors=_value(gpu.multiprocessors),
                 peak_8bit_flops=_value(gpu.peak_8bit),
-                attention_share=_value(gpu.attention_share),
+                compute_capability=_value(gpu.compute_capability),
             ),
             h2d=h2d,
             d2h=d2h,
@@ -451,6 +453,8 @@ def _reason(fault: Any) -> str:
         key = ".".join(map(str, fault["loc"]))
         if key == "nvme":
             return "unknown key: drives are a place: write [places.nvme] and [places.nvme.capacity]"
+        if key in REPLACED:
+            return f"unknown key: {REPLACED[key]}"
         place = str(fault["loc"][1]) if key.startswith("places.") else _ANY_PLACE
         return f"unknown key: remove it or correct its spelling{suggestion(key, _keys(HardwareFile, place))}"
     if fault["type"] == "model_type":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autohete.hardware import Gpu
+from autohete.profile.attention import attention_speed
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
 from autohete.workload import Precision, Workload
 from autohete.workload.optimizers import newton_schulz, orthogonalised, state_bytes, temporary_bytes
@@ -10,8 +11,6 @@ from autohete.workload.optimizers import newton_schulz, orthogonalised, state_by
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
-#: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
-_ATTENTION_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
@@ -30,7 +29,7 @@ class Rates:
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
-        self.multiprocessors, self.attention_share = gpu.multiprocessors, gpu.attention_share or _ATTENTION_SHARE
+        self.multiprocessors, self.capability = gpu.multiprocessors, gpu.compute_capability
         self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
         self.element = workload.precision.element_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
@@ -48,6 +47,11 @@ class Rates:
         operand = 1 if fp8 else self.element
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
         return max(arithmetic, traffic)
+
+    def _attention_seconds(self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool) -> float:
+        """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query."""
+        speed = attention_speed(self.workload.attention, self.capability, sizes[1])
+        return flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
 
     def _pass_seconds(self, busy: float, kernels: float) -> float:
         """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""

@@ -14,6 +14,7 @@ from functools import lru_cache
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import additions
+from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
@@ -28,6 +29,8 @@ from autohete.workload.training import LAST
 
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
+#: Rate of linear attention's products, of chunks of 64 tokens, as a share of that of large ones. Assumed.
+_LINEAR_SHARE = 0.65
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -37,6 +40,7 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
             f"the workload computes products in fp8, but {hardware.name} has no rate for them: give it the figure "
             "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
         )
+    check_attention(workload.attention, hardware.gpu, hardware.name)
     return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds))
 
 
@@ -81,8 +85,14 @@ class _Roofline(Rates):
             # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
-        seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * self.attention_share)
-        return seconds, _ATTENTION_BACKWARD * seconds
+        flops = w.tokens * component.flash_flops(w.attended_tokens)
+        if not isinstance(component, (Attention, LatentAttention)):
+            seconds = flops / (self.flops * _LINEAR_SHARE)
+            return seconds, _ATTENTION_BACKWARD * seconds
+        sizes = _head_sizes(component)
+        keys = flops / (2 * w.tokens * component.heads * sum(sizes))
+        backward = self._attention_seconds(_ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
+        return self._attention_seconds(flops, sizes, keys, backward=False), backward
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
         """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows. Frozen

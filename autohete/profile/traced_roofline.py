@@ -16,6 +16,10 @@ from autohete.workload.traced import TracedWorkload
 _Rows = Iterable[tuple[TracedKernel, int]]
 
 
+#: Elements of heads; a table does not have them.
+_HEAD_SIZES = (128, 128)
+
+
 class TracedRoofline(Rates):
     """Prices the units and the loss of a traced workload."""
 
@@ -64,8 +68,8 @@ class TracedRoofline(Rates):
         return self._pass_seconds(busy, launches)
 
     def _busy(self, rows: list[tuple[TracedKernel, int]]) -> tuple[float, int]:
-        """Time of the work in some rows, and the kernels launched: products at their rate, fused attention at its share of
-        that, all else by memory and instructions together.
+        """Time of the work in some rows, and the kernels launched: products at their rate, fused attention at its own,
+        all else by memory and instructions together.
         """
         traffic = accesses = seconds = 0.0
         launches = 0
@@ -73,7 +77,9 @@ class TracedRoofline(Rates):
             traffic += count * row.bytes.at(self.batch)
             accesses += count * row.accesses.at(self.batch)
             launches += count * row.launches
-            seconds += count * row.fused_flops.at(self.batch) / (self.flops * self.attention_share)
+            if flops := row.fused_flops.at(self.batch):
+                keys, backward = self.traced.sequence_length, "backward" in row.kernel
+                seconds += count * self._attention_seconds(flops, _HEAD_SIZES, keys, backward=backward)
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
                 seconds += count * self._gemm_seconds(m, n, k, matrices)

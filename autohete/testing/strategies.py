@@ -193,7 +193,7 @@ def _hardware(dice: Dice) -> Hardware:
             kernel_overhead_seconds=dice.decades(-9, -4),
             gemm_efficiency_32bit=dice.of([None, 0.3]),
             multiprocessors=dice.of([None, 1, 100]),
-            attention_share=dice.of([None, 0.3, 1.0]),
+            compute_capability=dice.of([None, 7.0, 8.9, 9.0, 10.0]),
         ),
         h2d=link(),
         d2h=link(),

@@ -56,6 +56,25 @@ class Kernels(StrEnum):
     EAGER_FLASH = "eager_flash"
 
 
+#: Those whose scores stay out of memory.
+FLASH_KERNELS = (Kernels.FUSED, Kernels.LEAN, Kernels.EAGER_FLASH)
+
+
+class FusedAttention(StrEnum):
+    """The implementation of attention whose scores stay out of memory; :mod:`autohete.profile.attention` has their rates.
+
+    ``FA1``, ``FA2``, ``FA3``: FlashAttention of the package ``flash-attn``. ``CUDNN``: cuDNN's. ``TRITON``: FlashAttention in
+    Triton, as of 2023. ``EFFICIENT``: the memory-efficient kernel of xFormers and PyTorch.
+    """
+
+    FA1 = "fa1"
+    FA2 = "fa2"
+    FA3 = "fa3"
+    CUDNN = "cudnn"
+    TRITON = "triton"
+    EFFICIENT = "efficient"
+
+
 class Units(StrEnum):
     """The smallest part that is planned by itself: a transformer block, or each of its two sublayers.
 
@@ -123,6 +142,7 @@ class Workload(Hashed):
             is one document.
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
             tokens; None: all do, in grouped products.
+        attention: see :class:`FusedAttention`; None: what PyTorch takes on the GPU.
     """
 
     name: str
@@ -144,6 +164,7 @@ class Workload(Hashed):
     training: Training = FULL
     document_length: int | None = None
     looped_experts: int | None = None
+    attention: FusedAttention | None = None
 
     def __post_init__(self) -> None:
         for field, limit in LIMITS.items():
@@ -169,6 +190,11 @@ class Workload(Hashed):
         check_clip_norm(self.clip_norm)
         self._check_documents()
         self._check_loop()
+        if self.attention is not None and self.kernels not in FLASH_KERNELS:
+            raise InputError(
+                f"attention is {self.attention}, but kernels {self.kernels} have scores in memory: use fused, lean or "
+                "eager_flash, or leave attention out"
+            )
         last = self.training.last_blocks
         if last is not None and last > self.transformer_blocks:
             raise InputError(
@@ -193,7 +219,7 @@ class Workload(Hashed):
             raise InputError(
                 f"document_length is {self.document_length}: give 1 up to the {self.sequence_length} tokens of a sequence"
             )
-        if self.kernels not in (Kernels.FUSED, Kernels.LEAN, Kernels.EAGER_FLASH):
+        if self.kernels not in FLASH_KERNELS:
             raise InputError(
                 f"kernels {self.kernels} compute scores between all tokens of a sequence, so documents save nothing: use "
                 "fused, lean or eager_flash, or leave document_length out"
