@@ -114,6 +114,14 @@ class _Roofline(Rates):
         forward += (activations + 4 * batch * inner * columns) / self.bandwidth + 2 * self.overhead
         return forward, backward + gradients / self.bandwidth + self.overhead
 
+    def _head_seconds(self, *, trained: bool) -> tuple[float, float]:
+        """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks."""
+        w = self.workload
+        rows, columns, inner = w.loss_tokens, w.vocabulary_size, w.hidden_size
+        forward, backward = self._gemm_seconds(rows, columns, inner), self._gemm_seconds(rows, inner, columns)
+        backward += self._gemm_seconds(inner, columns, rows) * trained
+        return w.tokens / rows * forward, w.tokens / rows * backward
+
     def _products_seconds(self, unit: int) -> tuple[float, float]:
         """Time of all matrix products of a unit between embedding and head, forward and backward."""
         components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
@@ -177,9 +185,8 @@ class _Roofline(Rates):
         elif role is BlockRole.HEAD:
             frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
             activations = hidden_bytes * (1 if frozen else 2)  # the norm's input and the projection's
-            gemm = self._gemm_seconds(w.tokens, w.vocabulary_size, w.hidden_size)
+            gemm, gemm_backward = self._head_seconds(trained=not frozen)
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
-            _, gemm_backward = self._product_seconds(Product(w.vocabulary_size, w.hidden_size), trained=not frozen)
             backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
             workspaces = (0, hidden_bytes)
         else:
@@ -283,13 +290,18 @@ class _Roofline(Rates):
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
 
     def _chunked_loss(self) -> LossProfile:
-        """Liger Kernel at 00eba63, ``ops/fused_linear_cross_entropy.py``: a kernel reads a chunk's logits twice, and writes
-        their gradient in their place; every chunk adds to the gradient of the head's matrix. LLMQ at b77d9691 does the same
-        (``src/kernels/fused_classifier.cu``, ``_backward_lmhead`` in ``src/models/llama_model.cpp``).
+        """A kernel reads a chunk's logits and writes their gradient in their place. It reads each row twice, the second time from
+        cache, where those of all multiprocessors fit (of 150,000 logits 300 KB). The gradient of the head's matrix is added up
+        over chunks. In LLMQ at b77d9691 the product does that (``fused_classifier.cu``; ``accumulate`` in ``_backward_lmhead`` of
+        ``llama_model.cpp``). In Liger Kernel, as of 2025, the product is cast to fp32 and then added (``grad_weight +=
+        torch.mm(...).float()`` in ``ops/fused_linear_cross_entropy.py``). LLMQ is the one whose number of chunks is given.
         """
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)
         added = chunks * w.trains_base(0 if w.tied_embeddings else w.unit_count - 1)  # a frozen matrix has no gradient
-        traffic = 3 * element * w.tokens * w.vocabulary_size + 2 * element * added * w.vocabulary_size * w.hidden_size
-        seconds = self._pass_seconds(traffic / self.bandwidth, 4 * chunks)
+        in_product = w.loss_chunks is not None
+        cast = 0 if element == 4 else element + 4
+        added_bytes = 0 if in_product else cast + 2 * element + 4
+        traffic = 2 * element * w.tokens * w.vocabulary_size + added_bytes * added * w.vocabulary_size * w.hidden_size
+        seconds = self._pass_seconds(traffic / self.bandwidth, (4 if in_product else 6) * chunks)
         return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)
