@@ -5,8 +5,10 @@ Memory is checked, not waited for: a real allocator fails instead of waiting.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,9 @@ from autohete.errors import unknown_name
 from autohete.execution.trace import Nanoseconds, Trace
 from autohete.schedule import Discipline, Schedule
 from autohete.schedule.order import order, topological
+
+if TYPE_CHECKING:
+    from autohete.analysis.allocator import ReservedMemory
 
 #: After every instant.
 _NEVER = int(np.iinfo(np.int64).max)
@@ -33,6 +38,7 @@ class Occupancy:
         peak_ns: the first instant of the peak.
         holders: contents at the peak, largest first: buffer group -> bytes (``activations`` for ``activations.3``).
         task: the instance whose allocation reached the peak; empty if nothing is allocated.
+        reservation: what an allocator takes from the memory for it; None: nothing more.
     """
 
     memory: str
@@ -43,6 +49,12 @@ class Occupancy:
     peak_ns: int
     holders: dict[str, int]
     task: str
+    reservation: ReservedMemory | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that is taken from the memory at a time: of a GPU's, what PyTorch's allocator reserves."""
+        return self.peak_bytes if self.reservation is None else self.reservation.peak_bytes
 
     @property
     def fits(self) -> bool:
@@ -152,13 +164,7 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
         return Occupancy(memory, capacity, zero, zero + resident, resident, 0, sum_groups(buffers.resident), "")
     instances = schedule.once(_instances, memory, trace.iterations)
     buffer, size_of = instances.buffer, instances.sizes
-    birth, death = _events(instances, trace.start_ns, trace.end_ns)
-    if (birth == death).any():  # then time alone does not order the events of one instant
-        begun, ended = _events(instances, *event_order(schedule, trace.start_ns, trace.end_ns))
-    else:
-        begun, ended = np.ones_like(birth), np.zeros_like(death)
-    times = np.concatenate([birth, death])
-    rank = np.lexsort((np.concatenate([begun, ended]), times))
+    birth, times, rank = _ordered(trace, instances)
     used = resident + np.cumsum(np.concatenate([size_of, -size_of])[rank])
     times = times[rank]
     peak_at = int(used.argmax())
@@ -174,6 +180,33 @@ def occupancy(trace: Trace, memory: str) -> Occupancy:
     if times[0] > 0:  # until the first allocation only resident buffers exist
         times, used = np.concatenate([[0], times]), np.concatenate([[resident], used])
     return Occupancy(memory, capacity, *_last_of_instant(np.maximum(times, 0), used), peak, max(peak_ns, 0), holders, task)
+
+
+def _ordered(trace: Trace, instances: _Instances) -> tuple[Nanoseconds, Nanoseconds, Nanoseconds]:
+    """Return the times of births, those of births and then deaths, and the places of the latter in the order of events."""
+    birth, death = _events(instances, trace.start_ns, trace.end_ns)
+    if (birth == death).any():  # then time alone does not order the events of one instant
+        begun, ended = _events(instances, *event_order(trace.schedule, trace.start_ns, trace.end_ns))
+    else:
+        begun, ended = np.ones_like(birth), np.zeros_like(death)
+    times = np.concatenate([birth, death])
+    return birth, times, np.lexsort((np.concatenate([begun, ended]), times))
+
+
+def changes(trace: Trace, memory: str) -> Iterator[tuple[int, int, bool]]:
+    """Iterate over the allocations and frees of ``memory`` in their order, as :func:`occupancy` adds them up.
+
+    Yields:
+        Which instance of a buffer, which of the buffers of :func:`lives`, and whether it is allocated. Those that outlive the
+        run are not freed.
+    """
+    if not lives(trace.schedule, memory).sizes:
+        return
+    instances = trace.schedule.once(_instances, memory, trace.iterations)
+    birth, times, rank = _ordered(trace, instances)
+    for event in rank[times[rank] < _NEVER].tolist():
+        instance = event % len(birth)
+        yield instance, int(instances.buffer[instance]), event < len(birth)
 
 
 def contents(trace: Trace, memory: str) -> tuple[Nanoseconds, dict[str, Nanoseconds]]:

@@ -172,6 +172,7 @@ def _policies(answer: Answer) -> str:
             ("iteration", each.iteration_seconds, format_seconds),
             ("tokens/s", each.tokens_per_second, format_rate),
             ("GPU memory", each.gpu_peak_bytes, format_bytes),
+            ("GPU reserved", each.gpu_reserved_bytes, format_bytes),
             ("host memory", each.host_peak_bytes, format_bytes),
         ):
             figures.setdefault(name, []).append((value, "-" if value is None else shown(value)))

@@ -203,11 +203,12 @@ def print_plan(summary: Summary, simulation: Simulation | None) -> None:
         print_text(out, f"{summary.policy}: {summary.verdict}: {summary.explanation}")
     else:
         peaks = [or_dash(peak, format_bytes) for peak in (summary.gpu_peak_bytes, summary.host_peak_bytes)]
+        reserved = "" if summary.gpu_reserved_bytes is None else f" ({format_bytes(summary.gpu_reserved_bytes)} reserved)"
         pinned = "" if summary.pinned_peak_bytes is None else f", {format_bytes(summary.pinned_peak_bytes)} of it pinned"
         print_text(
             out,
-            f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory and "
-            f"{peaks[1]} of host memory{pinned} ({summary.clock})",
+            f"{summary.verdict}: {format_seconds(summary.iteration_seconds)} an iteration, peaks {peaks[0]} of GPU memory"
+            f"{reserved} and {peaks[1]} of host memory{pinned} ({summary.clock})",
         )
         if summary.proven_within is not None:
             print_text(out, _proof(summary.proven_within, summary.iteration_seconds))
@@ -274,9 +275,9 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{units_text(workload)}"
     title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
-    memories = ["GPU peak", "host peak", *(["pinned peak"] if limited else [])]
+    memories = ["GPU peak", "GPU reserved", "host peak", *(["pinned peak"] if limited else [])]
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, *_PLAN]
-    give_way = ["TFLOP/s", "samples/s", "host peak", *_PLAN]
+    give_way = ["GPU reserved", "TFLOP/s", "samples/s", "host peak", *_PLAN]
     speeds = table(title, columns, left=2, give_way=give_way, elsewhere=IN_JSON)
     for s in summaries:
         speeds.add_row(
@@ -287,6 +288,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
             or_dash(s.tokens_per_second, format_rate),
             or_dash(s.tflops_per_gpu, "{:.1f}".format),
             or_dash(s.gpu_peak_bytes, format_bytes),
+            or_dash(s.gpu_reserved_bytes, format_bytes),
             or_dash(s.host_peak_bytes, format_bytes),
             *([or_dash(s.pinned_peak_bytes, format_bytes)] if limited else []),
             *(_counts(s.plan) if s.plan else ["-"] * len(_PLAN)),

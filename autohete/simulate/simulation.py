@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autohete.analysis.allocator import ReservedMemory
 from autohete.analysis.occupancy import Occupancy, occupancy
 from autohete.collector import paused_collector
 from autohete.errors import InputError, check_whole
@@ -16,6 +17,7 @@ from autohete.profile import Profile
 from autohete.quantities import format_bytes, format_rate, format_seconds
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
 from autohete.sim import SimExecutor
+from autohete.simulate.tensors import TensorSizes
 from autohete.tabular import facts_html
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ class Simulation:
     @property
     def gpu(self) -> Occupancy:
         """The GPU's memory; of ranks with different units, the fullest one."""
-        return max((one for one in self.memories if one.memory.partition(".")[0] == GPU_MEMORY), key=lambda one: one.peak_bytes)
+        return max((one for one in self.memories if is_gpu(one.memory)), key=lambda one: one.peak_bytes)
 
     @property
     def host(self) -> Occupancy:
@@ -141,6 +143,11 @@ class Simulation:
         return self.profile.workload.model_flops / shared_by / self.iteration_seconds * 1e-12
 
 
+def is_gpu(memory: str) -> bool:
+    """Whether ``memory`` is that of a GPU, of any rank."""
+    return memory.partition(".")[0] == GPU_MEMORY
+
+
 def verdict(*memories: Occupancy) -> Verdict:
     """Return the verdict of occupancies; the first that does not fit decides."""
     short = next((one.memory for one in memories if not one.fits), None)
@@ -163,5 +170,9 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
-    memories = tuple(occupancy(trace, memory.name) for memory in schedule.memories)
+    tensors = TensorSizes(profile)
+    memories = tuple(
+        replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors)) if is_gpu(occupied.memory) else occupied
+        for occupied in (occupancy(trace, memory.name) for memory in schedule.memories)
+    )
     return Simulation(profile, plan, schedule, trace, steady, memories)

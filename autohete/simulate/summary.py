@@ -49,7 +49,9 @@ class Summary:
             plans; None if the policy does not search.
         settled: whether the steady state was seen to repeat; if not, times are an average over half of a long run.
         tflops_per_gpu: model TFLOP/s, not counting recomputation.
-        gpu_peak_bytes, host_peak_bytes: None without a plan.
+        gpu_peak_bytes, host_peak_bytes: allocated bytes, by which the verdict goes; None without a plan.
+        gpu_reserved_bytes: what PyTorch's caching allocator takes from the GPU for that, see
+            :mod:`autohete.analysis.allocator`; None if training does not fit.
         gpu_capacity_bytes, host_capacity_bytes: memory available to tensors.
         pinned_peak_bytes, pinned_capacity_bytes, pinned_worst_bytes: the same for pinned host memory; None if it has no limit
             of its own.
@@ -84,6 +86,7 @@ class Summary:
     tflops_per_gpu: float | None
     gpu_peak_bytes: int | None
     host_peak_bytes: int | None
+    gpu_reserved_bytes: int | None
     gpu_capacity_bytes: int
     host_capacity_bytes: int
     gpu_worst_bytes: int | None
@@ -159,7 +162,8 @@ def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_number
     Args:
         simulation: by the simulator, or an execution.
         policy: whose plan it is; None: one without flags that are known.
-        only_numbers: leave out the assumptions, and what lanes do over time, which take as long to find as all the rest.
+        only_numbers: leave out the assumptions, what lanes do over time and what is reserved, which take as long to find as
+            all the rest.
     """
     s = simulation
     fits = s.verdict is Verdict.OK
@@ -196,6 +200,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_number
         tflops_per_gpu=s.tflops_per_gpu if fits else None,
         gpu_peak_bytes=s.gpu.peak_bytes,
         host_peak_bytes=s.host.peak_bytes,
+        gpu_reserved_bytes=s.gpu.reserved_bytes if fits and not only_numbers else None,
         gpu_capacity_bytes=s.gpu.capacity_bytes,
         host_capacity_bytes=s.host.capacity_bytes,
         gpu_worst_bytes=timing.gpu.peak_bytes if timing else None,
@@ -313,6 +318,7 @@ def _unanswered(
         tflops_per_gpu=None,
         gpu_peak_bytes=needed.get("gpu"),
         host_peak_bytes=needed.get("host"),
+        gpu_reserved_bytes=None,
         gpu_capacity_bytes=profile.hardware.gpu_capacity_bytes,
         host_capacity_bytes=profile.hardware.host.memory_bytes,
         gpu_worst_bytes=None,

@@ -197,6 +197,7 @@ def test_answers_fit_the_terminal(policies: str, width: int) -> None:
             "tokens/s": f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second else "-",
             "TFLOP/s": f"{summary.tflops_per_gpu:.1f}" if summary.tflops_per_gpu else "-",
             "GPU peak": format_bytes(summary.gpu_peak_bytes or 0),
+            "GPU reserved": format_bytes(summary.gpu_reserved_bytes) if summary.gpu_reserved_bytes else "-",
             "host peak": format_bytes(summary.host_peak_bytes or 0),
             "recomputed": str(summary.plan.checkpointed_units) if summary.plan else "-",
             "offloaded": str(summary.plan.offloaded_parameter_units) if summary.plan else "-",
@@ -211,7 +212,7 @@ def test_the_least_important_columns_give_way_first() -> None:
     """At 80 columns verdict, iteration, tokens/s and GPU memory stay; lines below name the rest and where it is."""
     lines = printed(lambda: tables.print_summaries(summaries("all"), CASES["gpt-10b"]), 80)
     assert cells(lines[2]) == ["policy", "verdict", "iteration", "tokens/s", "GPU peak", "CPU updates"]
-    left_out = "not shown at this width: samples/s, TFLOP/s, host peak, recomputed, offloaded; --json has them"
+    left_out = "not shown at this width: samples/s, TFLOP/s, GPU reserved, host peak, recomputed, offloaded; --json has them"
     assert " ".join(" ".join(lines[9:11]).split()) == left_out
 
 

@@ -1,0 +1,178 @@
+"""What PyTorch's caching allocator takes from the GPU ("reserved") for what a schedule allocates.
+
+The rules are those of ``DeviceCachingAllocator`` in PyTorch (001074d2, ``c10/cuda/CUDACachingAllocator.cpp``: ``round_size``,
+``get_allocation_size``, ``get_free_block``, ``should_split``, ``free_block``, ``release_cached_blocks``) with its default
+settings. Sizes are rounded to 512 bytes. Up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB; larger ones
+take segments of their own, in steps of 2 MiB. The smallest free block of the same stream that is large enough is used, and
+split if 512 bytes (in the large pool more than 1 MiB) are left over. A free block is merged with free neighbours. Segments are
+given back only when the GPU is full: then all that are wholly free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from autohete.analysis.occupancy import changes, lives
+from autohete.execution.trace import Trace
+from autohete.schedule import Buffer
+
+_MIB = 1 << 20
+#: Sizes are multiples of this.
+_SMALLEST = 512
+#: The largest allocation of the small pool, and the segments of that.
+_SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
+#: From here on an allocation has a segment of its own, in steps of ``_STEP``; those between share segments.
+_LARGE, _SHARED_SEGMENT, _STEP = 10 * _MIB, 20 * _MIB, 2 * _MIB
+
+#: The tensors of a buffer: bytes that add up to its size.
+Tensors = Callable[[Buffer], Sequence[int]]
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A piece of a segment.
+
+    Args:
+        pool: its stream, and whether it belongs to the small pool.
+        address, size_bytes: where it is, and how large.
+        free: whether it can be used.
+        before, after: its neighbours in the segment.
+    """
+
+    pool: tuple[str, bool]
+    address: int
+    size_bytes: int
+    free: bool = False
+    before: Piece | None = None
+    after: Piece | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order in which free blocks are searched."""
+        return self.size_bytes, self.address
+
+
+class CachingAllocator:
+    """PyTorch's allocator of a GPU with ``capacity_bytes`` for tensors; None: without limit.
+
+    At the limit it gives back what is wholly free and tries again. Where PyTorch would then fail, it goes beyond the limit.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self._capacity, self._end = capacity_bytes, 0
+        self._free: defaultdict[tuple[str, bool], list[tuple[tuple[int, int], Piece]]] = defaultdict(list)
+        #: Bytes of all segments, now and at most, and the number of times that segments had to be given back.
+        self.reserved_bytes = self.peak_bytes = self.retries = 0
+
+    def allocate(self, size_bytes: int, stream: str = "") -> Piece:
+        """Return a block of at least ``size_bytes`` for work on ``stream``."""
+        size = max(-(-size_bytes // _SMALLEST), 1) * _SMALLEST
+        pool = stream, size <= _SMALL
+        free = self._free[pool]
+        place = bisect_left(free, ((size, 0),))
+        block = free.pop(place)[1] if place < len(free) else self._segment(size, pool)
+        block.free = False
+        left = block.size_bytes - size
+        if left >= _SMALLEST if pool[1] else left > _SMALL:
+            rest = Piece(pool, block.address + size, left, True, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size_bytes = rest, size
+            insort(free, (rest.key, rest))
+        return block
+
+    def free(self, block: Piece) -> None:
+        """Take back ``block``, and merge it with free neighbours."""
+        free, block.free = self._free[block.pool], True
+        for first, second in ((block.before, block), (block, block.after)):
+            if first is None or second is None or not (first.free and second.free):
+                continue
+            other = first if second is block else second
+            del free[bisect_left(free, (other.key,))]
+            block.address, block.size_bytes = first.address, first.size_bytes + second.size_bytes
+            block.before, block.after = first.before, second.after
+            for side, one in (("after", block.before), ("before", block.after)):
+                if one is not None:
+                    setattr(one, side, block)
+        insort(free, (block.key, block))
+
+    def release(self) -> None:
+        """Give back all segments that are wholly free (``empty_cache``)."""
+        for free in self._free.values():
+            split = [(key, block) for key, block in free if block.before is not None or block.after is not None]
+            self.reserved_bytes -= sum(size for (size, _), _ in free) - sum(size for (size, _), _ in split)
+            free[:] = split
+
+    def _segment(self, size: int, pool: tuple[str, bool]) -> Piece:
+        segment = _SMALL_SEGMENT if pool[1] else _SHARED_SEGMENT if size < _LARGE else -(-size // _STEP) * _STEP
+        if self._capacity is not None and self.reserved_bytes + segment > self._capacity:
+            self.retries += 1
+            self.release()
+        block = Piece(pool, self._end, segment)
+        self._end += segment
+        self.reserved_bytes += segment
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        return block
+
+
+def whole(buffer: Buffer) -> tuple[int, ...]:
+    """A buffer that is one tensor."""
+    return (buffer.size_bytes,)
+
+
+@dataclass(slots=True, eq=False)
+class ReservedMemory:
+    """What PyTorch's allocator reserves of a memory while ``trace`` runs; computed when it is first needed.
+
+    Args:
+        trace: an execution.
+        memory: of a GPU.
+        tensors: see :data:`Tensors`.
+    """
+
+    trace: Trace
+    memory: str
+    tensors: Tensors = whole
+    _known: CachingAllocator | None = field(default=None, init=False, repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is reserved at a time."""
+        return self._run().peak_bytes
+
+    @property
+    def retries(self) -> int:
+        """How often the memory is full until segments are given back, which makes the host wait for the GPU."""
+        return self._run().retries
+
+    def _run(self) -> CachingAllocator:
+        if self._known is None:
+            self._known = reserve(self.trace, self.memory, self.tensors)
+        return self._known
+
+
+def reserve(trace: Trace, memory: str, tensors: Tensors = whole) -> CachingAllocator:
+    """Return the allocator after ``trace``: each task allocates on the stream of its lane when it starts, and what it frees is
+    free when it ends. What is resident comes first.
+    """
+    schedule, buffers = trace.schedule, lives(trace.schedule, memory)
+    within = schedule.within(memory)
+    allocator = CachingAllocator(next(one.capacity_bytes for one in schedule.memories if one.name == memory))
+    first = schedule.lanes[0].name
+    for resident in schedule.resident:
+        if resident.memory in within:
+            for size in tensors(resident):
+                allocator.allocate(size, first)
+    sizes = [tensors(one) for task in schedule.tasks for one in task.allocates if one.memory in within]
+    streams = [schedule.tasks[task].lane for task in buffers.allocates]
+    held: dict[int, list[Piece]] = {}
+    for instance, buffer, begins in changes(trace, memory):
+        if begins:
+            held[instance] = [allocator.allocate(size, streams[buffer]) for size in sizes[buffer]]
+        else:
+            for block in held.pop(instance):
+                allocator.free(block)
+    return allocator

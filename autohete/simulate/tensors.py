@@ -1,0 +1,101 @@
+"""The tensors that the buffers of a schedule consist of, as a framework would allocate them.
+
+A buffer is all that a task makes or needs of one value. PyTorch allocates it tensor by tensor, and its allocator treats a few
+large tensors otherwise than many small ones. What is known of them: parameters and their gradients are matrices, and what is
+left of a unit (norms and biases); an optimizer state is an fp32 tensor for each of these; what a forward keeps is listed by
+operation (``UnitProfile.saved``), in tensors of the feed-forward or the hidden width; temporaries of a pass are as large as the
+unit's input, those of the loss have four bytes a logit. Buffers of a system itself are flat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autohete.profile import Profile
+from autohete.schedule import Buffer, Kind, Value
+from autohete.workload.model import Experts, Mlp
+from autohete.workload.traced import TracedWorkload
+
+#: An operation keeps at most so many tensors of one width.
+_ALIKE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSizes:
+    """Splits the buffers of a schedule of ``profile``."""
+
+    profile: Profile
+
+    def __call__(self, buffer: Buffer) -> list[int]:
+        """Return the bytes of the tensors of ``buffer``, which add up to its size."""
+        value, unit, size = buffer.id.value, buffer.id.unit, buffer.size_bytes
+        if unit is None or not size:
+            return [size] * (size > 0)
+        match value:
+            case Value.PARAMETERS | Value.GRADIENTS:
+                return _shared(size, self._counts(unit, trained=value is Value.GRADIENTS))
+            case Value.OPTIMIZER_STATES:
+                counts = self._counts(unit, trained=True)
+                states = max(round(size / 4 / max(sum(counts), 1)), 1)
+                return _shared(size, [count for count in counts for _ in range(states)])
+            case Value.ACTIVATIONS:
+                return self._kept(unit, size)
+            case Value.WORKSPACE if buffer.id.use is Kind.LOSS:
+                logits = self.profile.loss.logits_bytes // self.profile.element_bytes
+                return _cut(size, 4 * logits)
+            case Value.WORKSPACE if buffer.id.use in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
+                return self._kept(unit, size)
+            case _:
+                return [size]
+
+    def _counts(self, unit: int, *, trained: bool) -> list[int]:
+        """Elements of each parameter of a unit, or of each that is trained."""
+        w = self.profile.workload
+        if isinstance(w, TracedWorkload):
+            return [one.count for one in w.table.unit(unit).parameters if not (trained and one.frozen)]
+        adapters = [product.parameters for product in w.adapter_products(unit)]
+        if trained and not w.trains_base(unit):
+            return adapters
+        matrices = [layer.shape.parameters for layer in w.linear_layers(unit)]
+        if not w.is_inner(unit) and not (unit and w.tied_embeddings):
+            matrices = [w.vocabulary_size * w.hidden_size]
+        rest = w.unit_parameters(unit) - sum(matrices) - sum(adapters)
+        return [*matrices, *adapters, *([rest] if rest > 0 else [])]
+
+    def _kept(self, unit: int, size: int) -> list[int]:
+        """What a forward keeps, operation by operation, and what ``size`` has besides, or the same if it is less."""
+        costs, found = self.profile.units[unit], []
+        saved = [one.size_bytes for one in costs.saved]
+        if sum(saved) > size:
+            saved = []
+        for one in (*saved, size - sum(saved)):
+            width = next((w for w in self._widths(unit) if w and one % w == 0 and one // w <= _ALIKE), costs.input_bytes)
+            found += _cut(one, width)
+        return found
+
+    def _widths(self, unit: int) -> list[int]:
+        """Bytes of a tensor of the feed-forward width, in fp32 and as the GPU computes, and of the input."""
+        w, element = self.profile.workload, self.profile.element_bytes
+        if isinstance(w, TracedWorkload) or not w.is_inner(unit):
+            return []
+        parts = [part.expert if isinstance(part, Experts) else part for part in w.components(unit)]
+        wide = [w.tokens * part.width * element for part in parts if isinstance(part, Mlp)]
+        return [*wide, self.profile.units[unit].input_bytes]
+
+
+def _cut(size: int, piece: int) -> list[int]:
+    """Split into pieces of a size, and what is left."""
+    if piece <= 0 or size // piece > 1000:
+        return [size] * (size > 0)
+    left = size % piece
+    return [piece] * (size // piece) + [left] * (left > 0)
+
+
+def _shared(size: int, counts: list[int]) -> list[int]:
+    """Split in proportion to ``counts``."""
+    whole, found, done, before = sum(counts), [], 0, 0
+    for count in counts:
+        done += count
+        found.append(size * done // whole - before)
+        before += found[-1]
+    return [one for one in found if one] or [size]
