@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autohete.hardware import Hardware, Place
@@ -59,20 +60,21 @@ def passing_parameters(profile: Profile, unit: int, use: Kind, micro_batch: int 
 def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[Buffer]:
     """Buffers that live permanently: what rests of each unit, in every memory, and what belongs to no unit."""
     held, pinned, host = plan.footprint, pinned_memory(profile), profile.hardware.host
-    updated: list[int] = []
+    arrays: list[int] = []
     for i, unit in enumerate(plan.units):
         for value, memory, size in rests(unit, shards.sizes(i), held, pinned):
             yield Buffer(BufferId(value, memory, i), size)
         if unit.update.on is Processor.CPU:
-            updated.append(shards.updated_on(i, Processor.CPU))
-    arrays = [sum(updated)] if held.host_pinned_together else updated
+            updated = shards.updated_on(i, Processor.CPU)
+            arrays += [host.pinned(updated * size) for size in held.host_pinned_bytes]
     slots = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
-    buffers = pinned if Value.POLICY_BUFFERS in held.pinned else HOST_MEMORY
+    on_host = Counter({pinned: held.host_pinned_buffer_bytes})
+    on_host[HOST_MEMORY] += held.host_buffer_bytes
     for value, memory, size in (
         (Value.PARAMETER_SLOTS, GPU_MEMORY, slots),
         (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
-        (Value.PINNED_STATES, pinned, sum(host.pinned(count * size) for count in arrays for size in held.host_pinned_bytes)),
-        (Value.POLICY_BUFFERS, buffers, held.host_buffer_bytes),
+        (Value.PINNED_STATES, pinned, sum(arrays)),
+        *((Value.POLICY_BUFFERS, memory, size) for memory, size in on_host.items()),
     ):
         if size:
             yield Buffer(BufferId(value, memory), size)

@@ -16,7 +16,7 @@ from autohete.hashing import Hashed, hashed_once, same_objects
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.rules import Barrier, Rule
-from autohete.schedule import GPU_MEMORY, Value
+from autohete.schedule import GPU_MEMORY
 
 __all__ = [
     "Activations",
@@ -102,25 +102,25 @@ class Footprint:
     Args:
         gpu_buffer_bytes: GPU memory that is held permanently (buckets, caches).
         gpu_update_bytes: GPU memory that is held only while the GPU updates (copies of all gradients).
-        host_buffer_bytes: other host memory.
+        host_buffer_bytes: other host memory, pageable.
+        host_pinned_buffer_bytes: other host memory, pinned.
         host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
-        host_pinned_bytes: pinned arrays for what the CPU updates, bytes per parameter of each. PyTorch rounds a pinned
-            allocation up to a power of two: one for each unit, or with ``host_pinned_together`` one for all units.
+        host_pinned_bytes: pinned arrays of each unit for what the CPU updates, bytes per parameter of each. PyTorch rounds a
+            pinned allocation up to a power of two.
         host_parameter_bytes: host bytes per parameter whose home is the host.
         one_host_copy: the CPU updates the host copy of these parameters in place, so no separate copy is counted.
-        pinned: which other memory is pinned: ``OPTIMIZER_STATES`` for ``host_optimizer_bytes``, ``POLICY_BUFFERS`` for
-            ``host_buffer_bytes``.
+        pins_optimizer: ``host_optimizer_bytes`` are pinned, in arrays that fill what they take.
     """
 
     gpu_buffer_bytes: int = 0
     gpu_update_bytes: int = 0
     host_buffer_bytes: int = 0
+    host_pinned_buffer_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_pinned_bytes: tuple[int, ...] = ()
-    host_pinned_together: bool = False
     host_parameter_bytes: int = 0
     one_host_copy: bool = False
-    pinned: tuple[Value, ...] = ()
+    pins_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,18 +128,13 @@ class Footprint:
             "gpu_buffer_bytes",
             "gpu_update_bytes",
             "host_buffer_bytes",
+            "host_pinned_buffer_bytes",
             "host_optimizer_bytes",
             "host_parameter_bytes",
         ):
             _check_size(name, getattr(self, name))
         for size in self.host_pinned_bytes:
             _check_size("a size in host_pinned_bytes", size)
-        for value in self.pinned:
-            if value not in (Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS):
-                raise InputError(
-                    f"pinned has {value!r}: give Value.OPTIMIZER_STATES for host_optimizer_bytes or Value.POLICY_BUFFERS for "
-                    "host_buffer_bytes; their formats specify whether parameters and gradients are pinned"
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         elsewhere = sizes.cpu_state_bytes if unit.states.far else 0
         states = max(sizes.cpu_updated * held.host_optimizer_bytes - sizes.saved_bytes - elsewhere, 0)
         if states or not unit.states.far:
-            yield Resting(Value.OPTIMIZER_STATES, pinned if Value.OPTIMIZER_STATES in held.pinned else HOST_MEMORY, states)
+            yield Resting(Value.OPTIMIZER_STATES, pinned if held.pins_optimizer else HOST_MEMORY, states)
     if not unit.fetches_states and (not on_cpu or sizes.gpu_updated):
         yield Resting(Value.OPTIMIZER_STATES, GPU_MEMORY, sizes.gpu_state_bytes)
     elif unit.fetches_states and not unit.states.far:

@@ -35,7 +35,7 @@ from autohete.policies.checkpointing import Checkpointing, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Value
+from autohete.schedule import HOST_MEMORY
 
 #: Blocks of a list that stay, and the ring of ``h2d_only`` (``--block_swap_ring_size``).
 _LEAST, _RING = 2, 2
@@ -123,9 +123,8 @@ class BlockSwap:
             units=tuple(units),
             rules=() if self.h2d_only else tuple(Exchanges(one.start, one[-1]) for one, _ in swapped),
             footprint=Footprint(
-                host_buffer_bytes=buffers * largest,
+                host_pinned_buffer_bytes=buffers * largest,
                 host_parameter_bytes=profile.element_bytes,
-                pinned=(Value.POLICY_BUFFERS,),
             ),
         )
 

@@ -35,7 +35,7 @@ from autohete.policies.checkpointing import Checkpointing, choosable, with_check
 from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import ZERO3, shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Kind, Value
+from autohete.schedule import HOST_MEMORY, Kind
 
 #: The copy of 16-bit parameters to the pinned buffer: reads 2, writes 2.
 _TO_PINNED = 4
@@ -111,8 +111,7 @@ class DeepOptimizerStates:
                 # fp32 parameter, gradient and moments; the CPU's own moments.
                 host_pinned_bytes=(4, 4, 4, 4),
                 host_optimizer_bytes=8,
-                host_buffer_bytes=unused + staged,
-                pinned=(Value.POLICY_BUFFERS,),
+                host_pinned_buffer_bytes=unused + staged,
             ),
             flat_buffers=ZERO3,
         )

@@ -34,7 +34,7 @@ from autohete.policies.checkpointing import Checkpointing, choosable, with_check
 from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import shared
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
 from autohete.workload import Precision
 
 #: ``utils/memory_monitor`` / ``core/memtracer.py``: share of the margin that optimizer chunks may take.
@@ -134,7 +134,7 @@ class PatrickStar:
                     gpu_buffer_bytes=self.chunk_size * 2**20 * element,
                     host_optimizer_bytes=profile.optimizer_bytes,
                     host_parameter_bytes=element,
-                    pinned=(Value.OPTIMIZER_STATES,),
+                    pins_optimizer=True,
                 ),
             )
 

@@ -17,6 +17,9 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
 - ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
   parameters to where they are used. The first are updated on the GPU while CPUAdam updates the others; each of the latter is
   cast on the CPU into a pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
+- The host holds master and moments (12 bytes per parameter), gradients in fp32, an array for each sub-group, and those of both
+  processors in their own format, in one array (``grad_partitions_flat_buffer``). With ``pin_memory`` both are pinned and
+  rounded up. Not modelled: while the last is pinned, when all others are there, its pageable copy also exists.
 - Sub-groups on the GPU always have their fp32 master and gradient there, in fp32 training as well. Their optimizer is
   ``torch.optim.AdamW`` (line 312), not fused; here its time is that of the fused one.
 """
@@ -36,10 +39,11 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
+from autohete.policies.host_arrays import SUB_GROUP, sub_groups
 from autohete.policies.several_gpus import ZERO3, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class TwinFlow:
             advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
-        sub_group_size: elements of a sub-group. None: a unit is a sub-group.
+        sub_group_size: elements of a sub-group. None: a unit is a sub-group in time, and a billion on the host.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -110,6 +114,11 @@ class TwinFlow:
             return len(ends) - 1, ends.__getitem__
         return -(-ends[-1] // size), lambda groups: min(groups * size, ends[-1])
 
+    def _on_cpu(self, profile: Profile, on_gpu: int) -> list[int]:
+        """The elements of each sub-group that are the CPU's."""
+        groups = list(sub_groups(profile, self.sub_group_size or SUB_GROUP))
+        return [size for end, group in zip(accumulate(groups), groups, strict=True) if (size := min(group, end - on_gpu)) > 0]
+
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
         """The plan in which the GPU updates the first ``on_gpu`` elements."""
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
@@ -136,7 +145,9 @@ class TwinFlow:
             share = 1.0 if end <= on_gpu else max(on_gpu - (end - count), 0) / max(count, 1)
             units.append(unit(activations if 0 < block < len(parameters) - 1 else Activations.KEEP, share))
         bucket = round(1e6 * self.bucket_size) * element
-        all_gradients = sum(parameters) * element  # of both processors, in their own format
+        groups = self._on_cpu(profile, on_gpu)
+        arrays = [element * sum(parameters), *(4 * group for group in groups)] if self.pin_memory else []
+        temporary = max(groups, default=0) * element if mixed else 0  # the cast of updated parameters
         return Plan(
             policy="twin_flow",
             units=shared(units, 3, profile),
@@ -153,11 +164,9 @@ class TwinFlow:
             footprint=Footprint(
                 # In addition to the states: the gradient in fp32, and in fp32 training a separate master.
                 gpu_buffer_bytes=bucket + on_gpu * (16 - profile.optimizer_bytes),
-                host_buffer_bytes=profile.hardware.host.pinned(all_gradients) if self.pin_memory else all_gradients,
+                host_buffer_bytes=temporary + (0 if self.pin_memory else element * sum(parameters)),
+                host_pinned_buffer_bytes=sum(map(profile.hardware.host.pinned, arrays)),
                 host_optimizer_bytes=12 if self.pin_memory else 16,
-                host_pinned_bytes=(4,) if self.pin_memory else (),
-                host_pinned_together=True,
-                pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
             flat_buffers=ZERO3,
         )

@@ -8,6 +8,9 @@ the CPU. Parameters on the host (``partition_parameters.py``, ``partitioned_para
   is fetched during the one before; how far ahead DeepSpeed prefetches depends on ``stage3_prefetch_bucket_size`` and
   ``stage3_max_live_parameters``, and parameters that are used again within ``stage3_max_reuse_distance`` stay.
 - The optimizer's step casts the updated masters into the partitions on the host, so nothing is copied to the GPU.
+- Trained partitions lie in one flat buffer, which is pinned whatever ``offload_param.pin_memory`` is
+  (``_create_param_groups_fp16_flat_cpu_memory``); frozen ones are where they were made. With ``pin_memory`` each partition was
+  first pinned by itself (``_partition_param``); when it moves to the flat buffer, PyTorch's allocator keeps that memory.
 - Not modelled: parameters of fewer than ``stage3_param_persistence_threshold`` elements stay on the GPU.
 
 With tied embeddings the first and the last unit are one, which stays on the GPU from the start of forward to the end of
@@ -25,6 +28,7 @@ from autohete.plan import Activations, Format, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
+from autohete.policies.host_arrays import pinned, tensors
 from autohete.policies.twin_flow import TwinFlow
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -38,7 +42,7 @@ class Zero3Offload:
         checkpointing: full, selective, none, or the better of full and none.
         offload_param: the parameters rest on the host, as well as the optimizer.
         pin_memory: ``offload_optimizer.pin_memory``, off by default up to 0.19.4. Off, gradient copies block backward.
-        pin_parameters: ``offload_param.pin_memory``.
+        pin_parameters: ``offload_param.pin_memory``. Copies of units with frozen parameters need it to be fast.
         bucket_size: ``reduce_bucket_size`` in millions of elements. ``transformers`` sets the square of the hidden size.
     """
 
@@ -80,22 +84,33 @@ class Zero3Offload:
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         plan = self._optimizer().with_activations(profile, activations)
         last, tied = len(plan.units) - 1, profile.workload.tied_embeddings
-        element = profile.element_bytes
-        fetched = Format(element, self.pin_parameters)
+        element, held = profile.element_bytes, plan.footprint
+        trained = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
+        leaving = [block for block in range(last + 1) if not tied or block not in (0, last)]
 
         @cache
-        def offloaded(unit: UnitPlan, *, is_last: bool) -> UnitPlan:
-            route = Route(HOST_MEMORY, stays_after_forward=is_last, carried=fetched)
+        def offloaded(unit: UnitPlan, *, is_last: bool, pinned: bool) -> UnitPlan:
+            route = Route(HOST_MEMORY, stays_after_forward=is_last, carried=Format(element, pinned))
             return replace(unit, parameters=route, refresh=Format())
 
+        # The flat buffer, less what is counted with its units; and what was pinned before.
+        flat = pinned(profile, [sum(trained)], element) - element * sum(trained[block] for block in leaving)
+        before = pinned(profile, map(profile.hardware.part_of, tensors(profile)), element) if self.pin_parameters else 0
         return replace(
             plan,
             policy="zero3_offload",
             units=tuple(
-                unit if tied and block in (0, last) else offloaded(unit, is_last=block == last)
+                offloaded(unit, is_last=block == last, pinned=self.pin_parameters or not profile.frozen_bytes(block))
+                if block in leaving
+                else unit
                 for block, unit in enumerate(plan.units)
             ),
-            footprint=replace(plan.footprint, host_parameter_bytes=element),
+            footprint=replace(
+                held,
+                host_parameter_bytes=element,
+                host_buffer_bytes=0 if self.pin_memory else element * sum(trained),  # no cast in a temporary
+                host_pinned_buffer_bytes=held.host_pinned_buffer_bytes + flat + before,
+            ),
         )
 
 

@@ -19,6 +19,9 @@
 - 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) copy the fp32 master of the whole
   group and cast on the GPU, which then holds 6 bytes per parameter. From 0.17.0 on (pull 7309) the CPU casts into a staging
   buffer.
+- On the host are an array each of masters, gradients and both moments, 4 bytes per parameter, and the cast, 2 more. PyTorch
+  rounds pinned ones up since 1.11, which is as old as 0.6.0. Besides, each tensor has a buffer for its sums over micro-batches
+  (``accumulated_grads_in_cpu``), and the largest a pinned one (``temp_grad_buffer_for_cpu_offload``).
 - The gradient buffer is pinned up to 0.10.0, then only if ``pin_memory`` is set (pull 4131), from 0.19.5 on by default again
   (pull 8207).
 - Several GPUs reduce gradients in backward. Each copies its part to the host and updates it there, and after the step each
@@ -38,9 +41,10 @@ from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, R
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
+from autohete.policies.host_arrays import tensors
 from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, Kind, Value
+from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
 
 _MIB = 2**20
@@ -69,6 +73,7 @@ class _Version:
         pinned: whether the gradient buffer (and the staging buffer) is pinned by default. None: always.
         bucket_factor: the gradient bucket in multiples of its configured size.
         all_reduces: several GPUs all-reduce gradients, rather than reduce each part to its owner.
+        rounds_pinned: the PyTorch of its time rounds pinned arrays up.
     """
 
     own_stream: bool = False
@@ -77,12 +82,13 @@ class _Version:
     pinned: bool | None = None
     bucket_factor: float = 1.0
     all_reduces: bool = False
+    rounds_pinned: bool = True
 
 
 _VERSIONS = {
     # Tiles of 1 Gi elements, 4 bytes, two of them; 128 Mi from 0.3.15 on. Bucket: stage2.py v0.3.0 line 1591.
-    DeepSpeed.V0_3: _Version(tiles_bytes=8 * 1024 * _MIB, bucket_factor=4.5),
-    DeepSpeed.V0_4_3: _Version(own_stream=True, tiles_bytes=1024 * _MIB),
+    DeepSpeed.V0_3: _Version(tiles_bytes=8 * 1024 * _MIB, bucket_factor=4.5, rounds_pinned=False),
+    DeepSpeed.V0_4_3: _Version(own_stream=True, tiles_bytes=1024 * _MIB, rounds_pinned=False),
     DeepSpeed.V0_8_3: _Version(tiles_bytes=1024 * _MIB),
     DeepSpeed.V0_14: _Version(pinned=False, all_reduces=True),
     DeepSpeed.V0_16: _Version(upload="master", pinned=False, all_reduces=True),
@@ -148,8 +154,14 @@ class ZeroOffload:
         overlap = self.paper or version.own_stream
         buckets = 1e6 * self.bucket_size * version.bucket_factor * (2 if self.paper else 1)  # one fills, one is copied
         largest_tensor = workload.largest_tensor
-        # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
-        arrays = [4] * (pinned + master) + [element] * (pinned and staged)
+        parameters = sum(profile.hardware.part_of(unit.trained_parameters) for unit in profile.units)
+        sums = [element * tensor for tensor in tensors(profile)] if workload.micro_batches > 1 else []
+        arrays, in_staging = [], pinned and staged
+        if pinned:
+            arrays = [4 * parameters, *([element * parameters] if staged else []), element * largest_tensor, *sums]
+        if master:
+            arrays.append(4 * parameters)
+        rounded = profile.hardware.host.pinned if version.rounds_pinned else int
         gradients = Route(HOST_MEMORY, carried=Format(element if self.paper else 4, pinned))
         refresh = Format(
             4 if tiles or master else element,
@@ -174,11 +186,10 @@ class ZeroOffload:
             delayed=self.delayed_update,
             footprint=Footprint(
                 gpu_buffer_bytes=round(buckets + largest_tensor) * element,
-                host_optimizer_bytes=16 - 4 * (pinned + master) + (element if staged and not pinned else 0),
-                host_pinned_bytes=tuple(arrays),
-                host_pinned_together=True,
-                host_buffer_bytes=version.tiles_bytes or 0,
-                pinned=(Value.POLICY_BUFFERS,),
+                # Master, gradient and both moments, 4 bytes each; which of them is pinned depends on the version.
+                host_optimizer_bytes=16 - 4 * (pinned + master) + (element if cast and not in_staging else 0),
+                host_buffer_bytes=0 if pinned else sum(sums),
+                host_pinned_buffer_bytes=sum(map(rounded, arrays)) + (version.tiles_bytes or 0),
             ),
             flat_buffers=ZERO2 if version.all_reduces and not self.paper else ZERO2_TO_OWNERS,
         )

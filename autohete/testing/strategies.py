@@ -366,13 +366,13 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
         footprint=Footprint(
             gpu_buffer_bytes=dice.whole(0, 10**6),
             host_buffer_bytes=dice.whole(0, 10**6),
+            host_pinned_buffer_bytes=dice.whole(0, 10**6),
             host_optimizer_bytes=dice.whole(0, 18),
             host_pinned_bytes=tuple(dice.whole(0, 4) for _ in range(dice.whole(0, 2))),
-            host_pinned_together=dice.flip(),
             host_parameter_bytes=dice.whole(0, 4),
             one_host_copy=dice.flip(),
             gpu_update_bytes=dice.whole(0, 10**6),
-            pinned=tuple(dice.some([Value.OPTIMIZER_STATES, Value.POLICY_BUFFERS])),
+            pins_optimizer=dice.flip(),
         ),
         flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
     )

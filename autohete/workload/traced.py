@@ -66,6 +66,9 @@ class TracedWorkload(Workload):
     def frozen_parameters(self, unit: int) -> int:
         return sum(one.count for one in self.table.unit(unit).parameters if one.frozen)
 
+    def trained_tensors(self, unit: int) -> tuple[int, ...]:
+        return tuple(one.count for one in self.table.unit(unit).parameters if not one.frozen)
+
     def trained_matrices(self, unit: int) -> tuple[Product, ...]:
         if not self.is_inner(unit) and self.training.optimizer in (Optimizer.MUON, Optimizer.MUON_PURE_BF16):
             return ()

@@ -149,7 +149,6 @@ def test_planners_count_the_seconds_that_are_lowered(drawn: tuple[Profile, Plan]
 def test_planners_count_the_bytes_that_rest(drawn: tuple[Profile, Plan]) -> None:
     """What rests of all units is what is resident, but for slots and other buffers of the system."""
     profile, plan = drawn
-    plan = replace(plan, footprint=replace(plan.footprint, host_pinned_together=False))
     found = costs_of(profile, plan)
     resident: Counter[str] = Counter()
     for buffer in lower(profile, plan).resident:

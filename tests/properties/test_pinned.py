@@ -9,13 +9,13 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from support.paper import profile_with
 
-from autohete.errors import InfeasibleError, InputError
+from autohete.errors import InfeasibleError
 from autohete.lowering import lower
-from autohete.plan import Footprint, Plan
+from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Buffer, BufferId, Free, Schedule, Task, Value
+from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Buffer, BufferId, Free, Schedule, Task
 from autohete.simulate import judge_for, simulate_plan, simulate_policy, simulate_safely
 from autohete.testing import strategies
 
@@ -135,9 +135,3 @@ def test_the_program_counts_what_is_pinned(profile: Profile, pinned_bytes: int) 
         return
     assert found.pinned is not None
     assert found.pinned.peak_bytes <= pinned_bytes
-
-
-def test_a_footprint_names_what_it_can_pin() -> None:
-    """Of what a footprint counts only states and buffers are said to be pinned there."""
-    with pytest.raises(InputError, match="pinned has"):
-        Footprint(pinned=(Value.GRADIENTS,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy, search_space
+from autohete.policies.host_arrays import sub_groups, tensors
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
@@ -148,7 +150,7 @@ def test_pinning_what_is_always_pinned_is_refused() -> None:
 
 
 def test_zero3_offload_moves_parameters_and_what_it_holds() -> None:
-    """16-bit parameters are fetched for each pass and updated on the host, which holds 20 bytes per parameter."""
+    """16-bit parameters are fetched for each pass and updated on the host, which holds 22 bytes per parameter."""
     workload = replace(FP16, tied_embeddings=False)
     found = simulate(workload, NODE, parse_policy("zero3_offload:checkpointing=none"))
     assert Kind.REFRESH not in {task.id.kind for task in found.schedule.tasks}
@@ -158,9 +160,42 @@ def test_zero3_offload_moves_parameters_and_what_it_holds() -> None:
         (Kind.PREFETCH_BACKWARD, workload.parameters - head),
     ]:
         assert work(found, kind) == pytest.approx(found.profile.h2d_seconds(2 * elements), rel=1e-2)
-    # Parameters, a gradient of both formats, master and moments; what is pinned together is rounded.
-    rounded = rounded_when_pinned(4 * workload.parameters) + rounded_when_pinned(2 * workload.parameters)
-    assert found.host.peak_bytes == pytest.approx(rounded + 14 * workload.parameters, rel=0.02)
+    # Parameters and gradients in one array each, fp32 gradients by sub-group, and what each tensor had taken before.
+    arrays = [2 * workload.parameters] * 2 + [4 * group for group in sub_groups(found.profile)]
+    before = [2 * tensor for tensor in tensors(found.profile)]
+    rounded = sum(map(rounded_when_pinned, arrays + before))
+    assert found.host.peak_bytes == rounded + 12 * workload.parameters
+
+
+def test_a_sub_group_ends_with_the_tensor_that_fills_it() -> None:
+    """Sub-groups have whole tensors and all of them, and each but the last is at least as large as asked."""
+    profile = planned("zero3_offload:checkpointing=full")[0]
+    size = profile.units[1].parameters
+    groups, sizes = list(sub_groups(profile, size)), list(tensors(profile))
+    assert sum(groups) == sum(sizes) == profile.workload.parameters
+    assert all(size <= group < size + max(sizes) for group in groups[:-1])
+    ends = set(accumulate(sizes))
+    assert ends.issuperset(accumulate(groups))
+
+
+def test_unpinned_parameters_of_zero3_leave_nothing_behind() -> None:
+    """``pin_parameters=off`` saves what was pinned for each tensor, and no time: the flat buffer is pinned in any case."""
+    pinned, pageable = (
+        simulate(FP16, NODE, parse_policy(f"zero3_offload:checkpointing=full{flag}")) for flag in ("", ",pin_parameters=off")
+    )
+    left = sum(rounded_when_pinned(2 * tensor) for tensor in tensors(pinned.profile))
+    assert pinned.host.peak_bytes - pageable.host.peak_bytes == left
+    assert pinned.iteration_seconds == pageable.iteration_seconds
+
+
+def test_old_pytorch_pins_what_it_is_asked_for() -> None:
+    """ZeRO-Offload of 2020 holds 16 bytes a parameter, tiles and a buffer for a tensor; that of 2023 rounds."""
+    old, new = (
+        simulate(FP16, NODE, parse_policy(f"zero_offload:checkpointing=full,deepspeed={it}")) for it in ("0.4.3", "0.8.3")
+    )
+    parameters, tensor = FP16.parameters, 2 * FP16.largest_tensor
+    assert old.host.peak_bytes == 16 * parameters + tensor + 2**30
+    assert new.host.peak_bytes == 12 * parameters + rounded_when_pinned(4 * parameters) + rounded_when_pinned(tensor) + 2**30
 
 
 def test_zero3_offload_without_parameters_is_twin_flow_on_the_cpu() -> None:
