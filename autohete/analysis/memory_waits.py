@@ -18,6 +18,7 @@ the trace does not fit or repeat, that of :func:`thrifty_order` is used, which n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from autohete.analysis.occupancy import Lives, event_order, lives
 from autohete.analysis.worst_case import worst_case
 from autohete.execution.trace import Nanoseconds, Trace
-from autohete.schedule import GPU_MEMORY, Edge, Schedule, Task
+from autohete.schedule import GPU_MEMORY, BufferId, Edge, Schedule, Task
 from autohete.schedule.order import order, topological
 
 #: Iterations over which waits are followed backwards. Plans free nothing later than that.
@@ -112,8 +113,9 @@ def _thrifty_order(schedule: Schedule) -> Guide:
     for u, v, back in edges:
         before[v].append((u, back))
         after[u].append((v, back))
-    lazy = [task.lane == schedule.lanes[0].name or _only_takes(task) for task in schedule.tasks]
-    takes = [task.lane == schedule.lanes[0].name or _takes(task, GPU_MEMORY) for task in schedule.tasks]
+    sizes = {buffer.id: buffer.size_bytes for task in schedule.tasks for buffer in task.allocates}
+    takes = [task.lane == schedule.lanes[0].name or _takes(task, sizes) for task in schedule.tasks]
+    lazy = [takes[i] or _only_takes(task) for i, task in enumerate(schedule.tasks)]
     gives = [not takes[i] and any(free.id.memory == GPU_MEMORY for free in task.frees) for i, task in enumerate(schedule.tasks)]
     waits = [[sum(back <= i for _, back in edges) for edges in before] for i in range(_ITERATIONS)]
     steps = [task for task in topological(tasks, edges) if schedule.tasks[task].lane == schedule.lanes[0].name]
@@ -174,14 +176,15 @@ def _thrifty_order(schedule: Schedule) -> Guide:
 
 
 def _only_takes(task: Task) -> bool:
-    """Whether ``task`` allocates GPU memory, or other memory without freeing GPU memory."""
+    """Whether ``task`` allocates memory of any kind without freeing GPU memory."""
     frees = any(free.id.memory == GPU_MEMORY for free in task.frees)
-    return _takes(task, GPU_MEMORY) or (not frees and any(buffer.size_bytes for buffer in task.allocates))
+    return not frees and any(buffer.size_bytes for buffer in task.allocates)
 
 
-def _takes(task: Task, memory: str) -> bool:
-    """Whether ``task`` allocates bytes of ``memory``."""
-    return any(buffer.size_bytes and buffer.memory == memory for buffer in task.allocates)
+def _takes(task: Task, sizes: Mapping[BufferId, int]) -> bool:
+    """Whether ``task`` leaves less GPU memory than it finds. A reduction leaves more: a part of the gradients remains."""
+    taken = sum(buffer.size_bytes for buffer in task.allocates if buffer.memory == GPU_MEMORY)
+    return taken > sum(sizes[free.id] for free in task.frees if free.id.memory == GPU_MEMORY)
 
 
 class _MemoryWaits:

@@ -116,7 +116,9 @@ class Updates:
         if buffers.reduce_copies:
             b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
         rounds = 2 if not stage or buffers.reduces_all else 1
-        reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, durations.collective(size, rounds), unit, micro_batch)
+        # A part of backward: no gather for a later backward overtakes it, which would keep the gradients on the GPU.
+        priority, seconds = b.backward_priority(unit), durations.collective(size, rounds)
+        reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds, priority, micro_batch)
         if stage < 2:
             if self._plan.gradients_in_parameters(unit):
                 b.read(reduce, Value.PARAMETERS, unit)

@@ -14,7 +14,7 @@ on the GPU and count as the first and last block for the optimizer; the CPU step
 DeepSpeed. The text on several GPUs was not available. Assumed: data parallelism in which each GPU updates its part of every
 block, on the processor that the plan chooses (ZeRO stage 2). Of an offloaded block each GPU holds a part where it is updated,
 fetches it over its own link if that is the host, and gathers the rest from the others (stage 3). All GPUs run the same
-collective first, the most urgent one.
+collective first: those of backward in its order, then what the next forward needs, the lowest block index first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InputError, check_fields
 from autohete.lowering import lower
 from autohete.plan import Footprint, Format, Plan
-from autohete.plan.policy import Judge, Judgement, estimates
+from autohete.plan.policy import Judge, Judgement, Verdict, estimates
 from autohete.plan.rules import Barrier, ByPriority, Rule, Slots
 from autohete.planner.budgets import Budgets, Objective
 from autohete.planner.optimistic import lower_bytes
@@ -47,7 +47,8 @@ class AutoHete:
     Each technique can be turned off, to see what it adds.
 
     Args:
-        priority: copies and updates run the lowest block index first. Off: each lane runs in issue order, like a CUDA stream.
+        priority: copies and updates run the lowest block index first, unless a plan in issue order is faster. Off: each lane
+            runs in issue order, like a CUDA stream.
         prefetch_tuning: move prefetches earlier where memory is guaranteed to be free.
         fused_casts: CPU Adam reads 16-bit gradients and writes 16-bit parameters itself.
         fp32_upload: CPU Adam reads 16-bit gradients; the fp32 master is uploaded, the GPU casts, and the host has no 16-bit
@@ -82,17 +83,45 @@ class AutoHete:
         if not self.gpu_updates:
             profile.check_cpu_updates()
         program = self.program(profile)
+        plan = self._fastest(profile, program, judge)
+        if self.priority:
+            plan = self._in_better_order(profile, plan, judge)
+        if plan is not None:
+            return plan
+        relaxed = replace(program, pending=False).solve()
+        frugal = self._frugal(profile, program, proven=relaxed is None)
+        plan = self.plan_for(profile, frugal, Way(tuned=False, waits=True))
+        return replace(plan, bound_seconds=relaxed.value if relaxed else None)
+
+    def _fastest(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
+        """The fastest plan that the search comes across. None if none of them fits."""
 
         def judged(by: Judge, counts: Counts, way: Way) -> Judgement:
             return by(self.plan_for(profile, counts, way))
 
         found = best_counts(program, partial(judged, estimates(judge)), partial(judged, judge))
-        if found is not None:
-            return replace(self.plan_for(profile, found.counts, found.way), bound_seconds=found.bound_seconds)
+        if found is None:
+            return None
+        return replace(self.plan_for(profile, found.counts, found.way), bound_seconds=found.bound_seconds)
+
+    def _in_better_order(self, profile: Profile, plan: Plan | None, judge: Judge) -> Plan | None:
+        """``plan``, or one that is faster and found without priority: in the order of priority if that fits and helps, or else
+        in issue order. Taking the most urgent task that is ready is not always the best order (R. L. Graham, Bounds on
+        Multiprocessing Timing Anomalies, 1969).
+        """
+        in_order = replace(self, priority=False)
+        program = in_order.program(profile)
         relaxed = replace(program, pending=False).solve()
-        frugal = self._frugal(profile, program, proven=relaxed is None)
-        plan = self.plan_for(profile, frugal, Way(tuned=False, waits=True))
-        return replace(plan, bound_seconds=relaxed.value if relaxed else None)
+        if relaxed is None or (plan is not None and judge(plan).seconds <= relaxed.value):
+            return plan
+        other = in_order._fastest(profile, program, judge)
+        if other is None:
+            return plan
+        by_priority = [replace(other, rules=(*other.rules, ByPriority()), memory_waits=waits) for waits in (False, True)]
+        fitting = next((one for one in by_priority if judge(one).verdict is Verdict.OK), None)
+        plans = [one for one in (plan, fitting, other) if one is not None]
+        bounds = [one.bound_seconds for one in (plan, other) if one is not None and one.bound_seconds is not None]
+        return replace(min(plans, key=lambda one: judge(one).seconds), bound_seconds=min(bounds))
 
     def program(self, profile: Profile) -> Program:
         """The integer program of this policy for ``profile``."""

@@ -202,6 +202,34 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(300 if WIDE else 12))
+def test_priority_is_never_slower_than_issue_order(seed: int, gpus: int) -> None:
+    """Whatever the sizes, the hardware and the number of GPUs: what trains in issue order trains as fast with priority on."""
+    case = draw(seed, clip_norm=1.0 if seed % 4 == 3 else None, gpus=gpus)
+    judge = judge_for(case.profile)
+    try:
+        in_order = judge(replace(case.policy, priority=False).plan(case.profile, judge)).seconds
+    except InfeasibleError:
+        return
+    found = judge(replace(case.policy, priority=True).plan(case.profile, judge))
+    assert found.verdict is Verdict.OK
+    assert found.seconds <= in_order, seed
+
+
+def test_gathers_for_backward_do_not_overtake_reductions() -> None:
+    """By priority, too, gradients are reduced in the order of backward, before the gather for the backward of a unit below."""
+    profile = analytic_profile(replace(named_workload("gpt-2b"), transformer_blocks=6), load_hardware(NODE).shared_by(4))
+    schedule = lower(profile, AutoHete().plan_for(profile, Counts(6, 6, 4)))
+    urgency = {task.id: task.priority for task in schedule.tasks}
+    offloaded = [task.unit for task in urgency if task.kind is Kind.GATHER_BACKWARD]
+    assert len(offloaded) > 1
+    for unit in offloaded:
+        above, gather = TaskId(Kind.REDUCE_GRADIENTS, unit + 1), TaskId(Kind.GATHER_BACKWARD, unit)
+        assert urgency[above] < urgency[gather] <= urgency[TaskId(Kind.REDUCE_GRADIENTS, unit)] < 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_technique_that_is_off_is_not_used(seed: int, gpus: int) -> None:
