@@ -4,7 +4,7 @@ VENV ?= .venv
 OUT ?= paper_figs
 BIN := $(VENV)/bin
 
-.PHONY: figure figures intervals timeline published safety joint train fidelity gpu-check test check wide lint benchmark benchmark-runtime docs clean
+.PHONY: figure figures intervals timeline published published-blind safety joint train fidelity gpu-check test check wide lint benchmark benchmark-runtime docs clean
 
 figure: $(VENV)/simulator
 	$(BIN)/python experiments/fig_throughput.py --out $(OUT)
@@ -20,6 +20,9 @@ timeline: $(VENV)/simulator
 
 published: $(VENV)/simulator
 	$(BIN)/python experiments/published.py --out $(OUT)
+
+published-blind: $(VENV)/simulator
+	$(BIN)/python experiments/published_blind.py $(if $(NUMBERS),--numbers $(NUMBERS))
 
 safety: $(VENV)/simulator
 	$(BIN)/python experiments/safety.py --out $(OUT)

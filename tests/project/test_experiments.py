@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from autohete.analysis.worst_case import worst_case
+from autohete.answer.certainty import MODEL_ERROR, deviation_of
 from autohete.errors import InputError
 from autohete.lowering import lower
 from autohete.report.style import luminance
 from autohete.schedule import GPU_MEMORY, Kind
 from autohete.workload import WORKLOADS
-from experiments import comparison, fig_throughput, intervals, looks, published, safety
+from experiments import comparison, fig_throughput, intervals, looks, published, published_blind, safety
+from experiments.published import Check
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,6 +158,22 @@ WAITS, ASYNCHRONOUSLY, ON_GPU = (
 )
 LLAMA, NVME = "LLaMA-7B on 8 A800, DeepSpeed with and without offload", "MLP-Offload, optimizer states on NVMe"
 STAGE_3 = "ZeRO-3 with NVMe"
+#: LLMQ's runs that are predicted not to fit: its weights are their own masters, its gradients of activations are in place.
+TOO_LARGE = {
+    "one RTX 4090": (
+        "1.5B, 128 x 4",
+        "7B, 32 x 16, states, weights and inputs on the host",
+        "1.5B in fp8, 128 x 4",
+        "3B in fp8, states on the host, 128 x 4",
+        "7B in fp8, states, weights and inputs on the host, 32 x 16",
+    ),
+    "one RTX 5060 Ti": ("0.5B, 51 x 10", "1.5B, 64 x 8", "7B, all on the host, 16 x 32"),
+    "one H100": ("1.5B, 16 x 32", "3B, 32 x 16", "7B, 128 x 4", "1.5B in fp8, 16 x 32", "3B in fp8, 32 x 16"),
+    "eight H100": ("0.5B in fp8, 1 x 64", "1.5B in fp8, 2 x 32"),
+    "one RTX PRO 6000": ("7B, 64 x 8", "7B in fp8, 64 x 8", "14B in fp8, states on the host, 64 x 8"),
+    "four RTX PRO 6000": ("7B in fp8, 8 x 16",),
+    "eight RTX PRO 6000": ("14B, 16 x 4", "7B in fp8, 4 x 16"),
+}
 #: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
 DISAGREE = {
     *(("Deep Optimizer States", f"four GPUs, {model}: {ASYNCHRONOUSLY}", "backward") for model in LARGER[:2]),
@@ -177,6 +195,7 @@ DISAGREE = {
     *((NVME, "MLP-Offload, 52B", figure) for figure in ("step", "iteration")),
     ("ZeRO-Offload with bound cores, two A100-40GB", "bound", "iteration"),
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, one sequence", "longest_sequence"),
+    *((f"LLMQ, {where}", row, "fits") for where, rows in TOO_LARGE.items() for row in rows),
 }
 
 
@@ -186,17 +205,182 @@ def test_published_measurements_are_met_but_for_those_explained() -> None:
 
     The goal of 25 % at worst is missed: a 7B model whose settings are not all published is predicted 18 to 57 % too fast.
     """
-    checks = published.checks()
+    checks = [c for c in published.checks() if c.group in (published.KNOWN, published.KEPT_BACK)]
     assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
-    iterations, phases, peaks, longest = published.scores(checks)
-    assert iterations.mean_error <= 0.10
-    assert iterations.worst_error <= 0.57
-    assert phases.mean_error <= 0.15
-    assert peaks.mean_error <= 0.11
-    assert longest.mean_error <= 0.09
+    scores = {score.what: score for score in published.scores(checks)}
+    assert scores["iterations"].mean_error <= 0.10
+    assert scores["iterations"].worst_error <= 0.57
+    assert scores["phases"].mean_error <= 0.15
+    assert scores["GPU peaks"].mean_error <= 0.11
+    assert scores["longest sequences"].mean_error <= 0.09
     exact = {c.row for c in checks if c.phase == published.LONGEST and c.predicted == c.measured}
     systems = {"ZeRO-2, qwen3-1.7b", "ZeRO-2, llama-3.1-8b", "ZeRO-3 with offload, gpt-oss-20b"}
     assert exact == {f"{system}, one sequence" for system in systems}
+
+
+SOURCE = """title = "a source"
+source = "nowhere"
+date = "2026-11"
+hardware = "a100-40gb-epyc7713"
+
+[workload]
+hidden_size = 256
+transformer_blocks = 2
+heads = 4
+vocabulary_size = 1024
+sequence_length = 1024
+batch_size = 2
+precision = "fp16"
+
+[[row]]  # fits
+name = "small"
+policy = "resident"
+
+[[row]]
+name = "large"
+policy = "zero_offload"
+changes = { hidden_size = 12288, transformer_blocks = 60, heads = 96 }
+
+[[row]]
+name = "without a plan"
+policy = "autohete"
+gpu_budget = "10MiB"
+"""
+NUMBERS = """[[row]]
+name = "small"
+measured = { iteration = [0.01, 0.02], gpu_peak = 0.5, host_peak = 0.5, longest_sequence = 8192 }
+
+[[row]]
+name = "large"
+measured = { fits = false, block_forward = 0.1 }
+
+[[row]]
+name = "without a plan"
+measured = { iteration = 0.1 }
+"""
+
+
+@pytest.fixture
+def blind(tmp_path: Path) -> Path:
+    """A folder with a source that has no measurements, and beside it one with these."""
+    for folder, text in (("blind", SOURCE), ("numbers", NUMBERS)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "source.toml").write_text(text)
+    return tmp_path / "blind"
+
+
+@pytest.mark.slow
+def test_blind_rows_are_predicted_before_they_are_measured(blind: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Predictions are added to the file, then measurements, and nothing else changes; then all are scored."""
+    path, numbers = blind / "source.toml", blind.parent / "numbers"
+    with pytest.raises(InputError, match=r"'small' has no prediction of .*iteration.*; predict it first"):
+        published_blind.main(folder=blind, numbers=numbers)
+    published_blind.main(folder=blind)
+    predicted = path.read_text()
+    assert [line for line in predicted.splitlines() if not line.startswith("predicted")] == SOURCE.splitlines()
+    source = published.read_source(path)
+    assert [row.predicted["fits"] for row in source.rows] == [True, False, False]
+    assert [source.group_of(row) for row in source.rows] == [published.BLIND] * 3
+    assert source.rows[0].predicted["iteration"] == pytest.approx(source.simulate(source.rows[0]).iteration_seconds, rel=1e-5)
+    assert published.checks([source]) == []
+    published_blind.main(folder=blind)
+    assert path.read_text() == predicted
+    for _ in range(2):  # once more changes nothing
+        published_blind.main(folder=blind, numbers=numbers)
+        assert [line for line in path.read_text().splitlines() if not line.startswith("measured")] == predicted.splitlines()
+    found = {(c.row, c.phase): c for c in published.checks([published.read_source(path)])}
+    assert {key for key, c in found.items() if c.is_verdict} == {(row.name, "fits") for row in source.rows}
+    assert found.keys() - {key for key, c in found.items() if c.is_verdict} == {
+        *(("small", phase) for phase in ("iteration", "gpu_peak", "host_peak", "longest_sequence")),
+        ("large", "block_forward"),
+    }
+    assert [key for key, c in found.items() if c.is_verdict and not c.is_close] == [("without a plan", "fits")]
+    for c in found.values():
+        assert c.first == pytest.approx(c.predicted, rel=1e-5)
+    assert "1 wrong" in capsys.readouterr().out
+
+
+def test_a_blind_row_is_not_measured_first_or_twice(blind: Path) -> None:
+    """Measurements before a prediction, other measurements than before, and rows of one name are refused."""
+    path, numbers = blind / "source.toml", blind.parent / "numbers" / "source.toml"
+    path.write_text(SOURCE.replace('name = "small"', 'name = "small"\nmeasured = { iteration = 1 }'))
+    with pytest.raises(InputError, match="'small' has measurements and no prediction"):
+        published_blind.predict(path)
+    path.write_text(SOURCE.replace('name = "small"', 'name = "small"\nmeasured = { fits = true }\npredicted = { fits = true }'))
+    numbers.write_text('[[row]]\nname = "small"\nmeasured = { fits = false }\n')
+    with pytest.raises(InputError, match="'small' has other measurements"):
+        published_blind.reveal(path, numbers)
+    path.write_text(SOURCE.replace("large", "small"))
+    with pytest.raises(InputError, match="3 rows with 2 names"):
+        published_blind.predict(path)
+
+
+def test_what_was_measured_of_a_part_is_no_verdict() -> None:
+    """A run that was measured fits; the time of a block, or another length, says nothing of the row's run."""
+    (source,) = (source for source in published.sources() if source.title == "RoundPipe, baselines on 8 A800")
+    row = source.rows[0]
+    verdicts = [
+        [c.measured for c in published.checks([source.model_copy(update={"rows": (with_,)})]) if c.is_verdict]
+        for with_ in (row.model_copy(update={"measured": {phase: 1.0}}) for phase in ("iteration", "gpu_peak", "block_forward"))
+    ]
+    assert verdicts == [[1], [1], []]
+
+
+def check(group: str, measured: float, predicted: float = 1.0, phase: str = "iteration", first: float | None = None) -> Check:
+    """A row of a source that has the name of its group."""
+    return Check(f"source of {group}", group, "row", phase, measured, predicted, "", "", first)
+
+
+def test_the_interval_of_the_model_holds_nine_of_ten_errors_of_its_size() -> None:
+    """Where errors are as large as the model's mean error, and their logarithms normal, 90 % of the times are inside."""
+    errors = np.random.default_rng(2).normal(0, deviation_of(MODEL_ERROR), 20_000)
+    (score,) = published.scores([check(published.BLIND, float(np.exp(error))) for error in errors])
+    assert score.inside == pytest.approx(0.9, abs=0.01)
+    inside = [check(published.KEPT_BACK, 1.0, 1.0 if right else 9.0, first=9.0 if right else 1.0).is_inside for right in (0, 1)]
+    assert inside == [True, False]  # what was predicted first counts
+
+
+def test_groups_are_scored_apart(tmp_path: Path) -> None:
+    """Each group has its own errors, from the file as from the simulation; a page gets the tables in the place of its own."""
+    rows = [
+        check(published.KNOWN, 2.0, 1.0),
+        check(published.KEPT_BACK, 1.0, 1.1, first=1.5),
+        check(published.BLIND, 1.0, 1.2, first=1.2),
+        check(published.BLIND, 1.0, 0.8, first=0.8),
+        check(published.BLIND, 1.0, 0.0, "fits"),
+        replace(check(published.BLIND, 1.0, 9.0), calibrates="gpu.memory_bandwidth"),
+    ]
+    (tmp_path / "published.csv").write_text(published.as_csv(rows))
+    assert published.read(tmp_path / "published.csv") == rows
+    assert [line[:6] for line in published.group_lines(rows)] == [
+        ["known", "iterations", "1", "50.0 %", "50.0 %", "-50.0 %"],
+        ["kept back", "iterations", "1", "10.0 %", "10.0 %", "+10.0 %"],
+        ["blind", "iterations", "2", "20.0 %", "20.0 %", "+0.0 %"],
+        ["blind", "verdicts", "1", "1 wrong", "-", "-"],
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("above\n\n| Group | x |\n|---|---|\n| old | 1 |\n\nbetween\n\n| Wrong verdict |\n|---|\n\nbelow\n")
+    published.write_docs(rows, page)
+    first, second = published.tables(rows)
+    assert page.read_text() == f"above\n\n{first}\nbetween\n\n{second}\nbelow\n"
+    page.write_text("nothing")
+    with pytest.raises(InputError, match="0 tables that begin with"):
+        published.write_docs(rows, page)
+
+
+def test_no_text_of_the_published_figure_lies_on_another() -> None:
+    """Names, headings and numbers keep apart, and an error beyond the axis is written at its end."""
+    names = [check(group, 1.0, 1 + i / 10) for group in published.GROUPS for i in range(3)]
+    rows = [replace(c, source=f"a source with a long name, which ran on eight GPUs, {i}") for i, c in enumerate(names)]
+    figure = published.draw([*rows, check(published.BLIND, 1.0, 4.4, "longest_sequence")])
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    texts = [text for text in [*axes.get_yticklabels(), *axes.texts, axes.xaxis.label] if text.get_text()]
+    assert "+340 % " in [text.get_text() for text in texts]
+    boxes = [text.get_window_extent() for text in texts]
+    for i, box in enumerate(boxes):
+        assert not box.count_overlaps([other.shrunk(0.98, 0.9) for other in boxes[:i]])
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width + 2  # pixels, of 1,400
 
 
 def test_phases_are_the_work_of_their_tasks() -> None:
