@@ -80,13 +80,17 @@ _FA2 = {
     10.0: Speed(1552, (363, 361, 318), (334, 332, 292), (92, 265)),  # [b]
     12.0: Speed(240.6, (219, 219, 193), (208, 208, 183), (160, 260)),  # [s]
 }
-#: Those with kernels for the tensor cores of Hopper and Blackwell. Backward with heads of 256: as with 128 (FlashAttention 3),
-#: or in proportion to forward.
+#: Others, where they were measured. Backward with heads of 256: as with 128 (FlashAttention 3), or in proportion to forward.
 _OWN = {
     FusedAttention.FA3: {9.0: Speed(742, (510, 670, 787), (501, 592, 592), (260, 427))},  # [3]
     FusedAttention.CUDNN: {
         9.0: Speed(742, (419, 707, 598), (452, 610, 516), (160, 390)),  # [c], of 64 and 256 [3]
         10.0: Speed(1550, (1175, 1747, 1747), (1030, 1396, 1396), (300, 400)),  # [c], of 64 [b]
+    },
+    # Backward: as on an A100, 0.40 to 0.48 of FlashAttention 2's.
+    FusedAttention.EFFICIENT: {
+        8.6: Speed(75.8, (46, 46, 46), (27, 32, 28), (90, 260)),  # [s]
+        8.9: Speed(163.5, (126, 106, 106), (64, 76, 67), (90, 260)),  # [s]
     },
 }
 #: Rates of the others as shares of FlashAttention 2's, on an A100 [2]. cuDNN on Ampere, Ada and GeForce has the same algorithm
@@ -94,7 +98,7 @@ _OWN = {
 _SHARES: dict[FusedAttention, tuple[_BySize, _BySize]] = {
     FusedAttention.FA1: ((0.62, 0.40, 0.40),) * 2,
     FusedAttention.TRITON: ((0.57, 0.47, 0.47),) * 2,
-    FusedAttention.EFFICIENT: ((0.43, 0.48, 0.48),) * 2,
+    FusedAttention.EFFICIENT: ((0.54, 0.54, 0.54), (0.40, 0.48, 0.48)),
     FusedAttention.CUDNN: ((1.0, 1.0, 1.0),) * 2,
 }
 #: The least compute capability that each needs, and the first that it no longer runs on (github Dao-AILab/flash-attention,
@@ -130,9 +134,9 @@ def attention_speed(asked: FusedAttention | None, capability: float | None, valu
     capability = _UNKNOWN if capability is None else capability
     made = asked or default_attention(capability, value_size)
     table = _OWN.get(made, {})
-    known = [each for each in table if int(each) == int(capability)]
-    if known:
-        return table[known[0]]
+    near = [each for each in table if each <= capability < int(each) + 1]
+    if near:
+        return table[max(near)]
     fa2 = _FA2[max([each for each in _FA2 if each <= capability], default=_UNKNOWN)]
     return fa2 if made is FusedAttention.FA2 else fa2.scaled(*_SHARES[made])
 
@@ -143,14 +147,20 @@ def check_attention(asked: FusedAttention | None, gpu: Gpu, hardware: str) -> No
     Raises:
         InputError: names those that do.
     """
-    capability = gpu.compute_capability
-    if asked is None or capability is None or _runs(asked, capability):
+    capability = _UNKNOWN if gpu.compute_capability is None else gpu.compute_capability
+    if asked is None or _runs(asked, capability):
         return
+    has = "does not say its compute capability (8 is assumed)" if gpu.compute_capability is None else f"has {capability:g}"
     able = ", ".join(each for each in FusedAttention if _runs(each, capability))
     raise InputError(
-        f"attention {asked} does not run on {hardware}, whose GPU has compute capability {capability:g}: use {able}, or leave "
-        "it out for what PyTorch takes"
+        f"attention {asked} needs a GPU of compute capability {_needed(asked)}, but that of {hardware} {has}: use {able}, or "
+        "leave it out for what PyTorch takes"
     )
+
+
+def _needed(one: FusedAttention) -> str:
+    least, end = _RUNS_ON[one]
+    return f"{least:g} or more" if end > 20 else f"{least:g} up to {end:g}"
 
 
 def _runs(one: FusedAttention, capability: float) -> bool:

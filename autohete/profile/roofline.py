@@ -290,11 +290,13 @@ class _Roofline(Rates):
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
 
     def _chunked_loss(self) -> LossProfile:
-        """A kernel reads a chunk's logits and writes their gradient in their place. It reads each row twice, the second time from
-        cache, where those of all multiprocessors fit (of 150,000 logits 300 KB). The gradient of the head's matrix is added up
-        over chunks. In LLMQ at b77d9691 the product does that (``fused_classifier.cu``; ``accumulate`` in ``_backward_lmhead`` of
-        ``llama_model.cpp``). In Liger Kernel, as of 2025, the product is cast to fp32 and then added (``grad_weight +=
-        torch.mm(...).float()`` in ``ops/fused_linear_cross_entropy.py``). LLMQ is the one whose number of chunks is given.
+        """A kernel reads a chunk's logits and writes their gradient in their place. It reads each row twice, the second time
+        from cache, where those of all multiprocessors fit (300 KB for 150,000 logits).
+
+        The gradient of the head's matrix is added up over chunks. In LLMQ at b77d9691 the product does that, within its own
+        traffic (``fused_classifier.cu``; ``accumulate`` in ``_backward_lmhead`` of ``llama_model.cpp``). In Liger Kernel, as of
+        2025, the product is cast to fp32 and then added (``grad_weight += torch.mm(...).float()`` in
+        ``ops/fused_linear_cross_entropy.py``). LLMQ's is the loss whose number of chunks is given.
         """
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)

@@ -327,7 +327,7 @@ def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> 
     path = tmp_path / "my.toml"
     checked = autohete("hardware", "check", str(path))
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert checked.stdout == f"{path}: ok, 29 figures, 29 of them from rtx4090-workstation\n"
+    assert checked.stdout == f"{path}: ok, 30 figures, 30 of them from rtx4090-workstation\n"
     template = path.read_text()
     opened = re.sub(r"#(\[gpu.memory\])\n#(.*)\n#(.*)\n#(.*)\n", r"\1\n\2\n\3\n\4\n", template)
     path.write_text(opened)
@@ -336,7 +336,7 @@ def test_a_hardware_file_is_begun_filled_in_checked_and_used(tmp_path: Path) -> 
     assert "gpu.memory.date: empty: give the date" in faults
     filled = opened.replace('source = ""\ndate = ""', 'source = "nvidia-smi"\ndate = "2026-11"', 1)
     path.write_text(filled.replace('value = "23.65GiB"', 'value = "47.5GiB"', 1))
-    assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 29 figures, 28 of them from rtx4090-workstation\n"
+    assert autohete("hardware", "check", str(path)).stdout == f"{path}: ok, 30 figures, 29 of them from rtx4090-workstation\n"
     shown = autohete("hardware", "show", str(path)).stdout
     assert re.search(r"^memory +47.5 GiB +- +2026-11 +my.toml *$", shown, re.MULTILINE)
     assert "memory: nvidia-smi\n" in shown
