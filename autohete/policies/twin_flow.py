@@ -36,7 +36,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import ZERO3, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
@@ -160,6 +160,7 @@ class TwinFlow:
                 pinned=(Value.POLICY_BUFFERS,) if self.pin_memory else (),
             ),
             flat_buffers=ZERO3,
+            hooks=ZERO3_HOOKS,
         )
 
 

@@ -38,7 +38,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterBackward, R
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
+from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind, Value
 from autohete.workload import Precision
@@ -181,6 +181,7 @@ class ZeroOffload:
                 pinned=(Value.POLICY_BUFFERS,),
             ),
             flat_buffers=ZERO2 if version.all_reduces and not self.paper else ZERO2_TO_OWNERS,
+            hooks=ZERO2_HOOKS,
         )
 
     @property
