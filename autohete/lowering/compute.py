@@ -114,7 +114,7 @@ class Compute:
     def forward(self, task: TaskId) -> None:
         """Add a forward, which leaves the activations or only the output."""
         b, unit = self._builder, task.unit
-        self._pass(task, durations.forward(unit))
+        self._pass(task, durations.forward(unit, self._plan.hooks.forward))
         if unit >= self._first_trained:
             self._keep(task, self._plan.units[unit].activations)
         else:
@@ -133,7 +133,8 @@ class Compute:
             for part, _ in enumerate(others, 1):
                 self._builder.read(task, Value.ACTIVATIONS, unit, part=part)
         else:
-            self._pass(task, durations.forward(unit) if recomputation.hands_on else durations.recompute(unit))
+            duration = durations.forward if recomputation.hands_on else durations.recompute
+            self._pass(task, duration(unit, self._plan.hooks.forward))
         # Its output is not needed again, except within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.units[unit + 1].input_bytes)
         if recomputation.hands_on:
@@ -196,7 +197,7 @@ class Compute:
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.units[unit], self._plan.units[unit]
         parts = self._shards.saved_parts(unit)
-        self._pass(task, durations.backward(unit))
+        self._pass(task, durations.backward(unit, self._plan.hooks.backward))
         if unit and not (parts and plan.kept.leaves):  # otherwise it is part of what was fetched
             rests = plan.kept.leaves
             b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch])

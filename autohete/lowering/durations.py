@@ -19,16 +19,34 @@ _kept = lru_cache(maxsize=2**12)
 _COEFFICIENT_KERNELS = 5
 
 
+def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: float) -> float:
+    """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module: the
+    GPU waits only for what the host needs longer than it.
+    """
+    hooks_seconds = hooks * profile.units[unit].modules * profile.hardware.cpu.launch_seconds
+    return max(seconds, min(host_seconds, seconds) + hooks_seconds)
+
+
 @_kept
-def forward(unit: int) -> Duration:
+def forward(unit: int, hooks: float = 0.0) -> Duration:
     """A forward of ``unit``, or a recomputation that makes its output."""
-    return lambda profile: profile.units[unit].forward_seconds
+
+    def seconds(profile: Profile) -> float:
+        costs = profile.units[unit]
+        return _hooked(profile, unit, costs.forward_seconds, costs.forward_host_seconds, hooks)
+
+    return seconds
 
 
 @_kept
-def recompute(unit: int) -> Duration:
+def recompute(unit: int, hooks: float = 0.0) -> Duration:
     """A recomputation of ``unit`` whose output is not needed."""
-    return lambda profile: profile.units[unit].recompute_seconds
+
+    def seconds(profile: Profile) -> float:
+        costs = profile.units[unit]
+        return _hooked(profile, unit, costs.recompute_seconds, costs.forward_host_seconds, hooks)
+
+    return seconds
 
 
 @_kept
@@ -38,9 +56,14 @@ def selective(unit: int, names: frozenset[str]) -> Duration:
 
 
 @_kept
-def backward(unit: int) -> Duration:
+def backward(unit: int, hooks: float = 0.0) -> Duration:
     """A backward of ``unit``."""
-    return lambda profile: profile.units[unit].backward_seconds
+
+    def seconds(profile: Profile) -> float:
+        costs = profile.units[unit]
+        return _hooked(profile, unit, costs.backward_seconds, costs.backward_host_seconds, hooks)
+
+    return seconds
 
 
 def loss(profile: Profile) -> float:

@@ -51,4 +51,6 @@ def _without_times(unit: UnitProfile) -> UnitProfile:
         cpu_update_seconds=None if unit.cpu_update_seconds is None else 0.0,  # whether the CPU can update
         saved=saved,
         shorter_recompute_seconds=None,
+        forward_host_seconds=0.0,
+        backward_host_seconds=0.0,
     )

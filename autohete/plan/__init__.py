@@ -23,6 +23,7 @@ __all__ = [
     "FlatBuffers",
     "Footprint",
     "Format",
+    "Hooks",
     "ParameterSlots",
     "PassOrder",
     "Plan",
@@ -158,6 +159,27 @@ class FlatBuffers:
             check_whole(name, getattr(self, name), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a system's hooks cost the host in every pass of a unit, in operations (``cpu.launch``) for each of its modules. The
+    GPU waits only if the host cannot run ahead of it.
+
+    Args:
+        forward: in a forward or a recomputation.
+        backward: in a backward.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("forward", "backward"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{name} of hooks is {value}: it must be a finite number of operations, 0 or more")
+
+
 @hashed_once
 @dataclass(frozen=True, slots=True)
 class Plan(Hashed):
@@ -174,6 +196,7 @@ class Plan(Hashed):
             needs no extra pass.
         footprint: additional memory that the system holds.
         flat_buffers: what its collectives need besides.
+        hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
@@ -190,6 +213,7 @@ class Plan(Hashed):
     scales_gradients: bool = False
     footprint: Footprint = Footprint()
     flat_buffers: FlatBuffers = FlatBuffers()
+    hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     delayed: bool = False
     memory_waits: bool = False

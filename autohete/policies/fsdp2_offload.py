@@ -35,7 +35,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Sl
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import FSDP2, shared
+from autohete.policies.several_gpus import FSDP2, FSDP2_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -125,6 +125,7 @@ class Fsdp2Offload:
                 one_host_copy=True,
             ),
             flat_buffers=FSDP2,
+            hooks=FSDP2_HOOKS,
         )
 
     def _copies_when_needed(self, profile: Profile) -> bool:

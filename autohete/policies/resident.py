@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, FlatBuffers, Footprint, Plan, UnitPlan
+from autohete.plan import Activations, FlatBuffers, Footprint, Hooks, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several
-from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, shared
+from autohete.policies.several_gpus import (
+    FSDP1,
+    FSDP1_HOOKS,
+    FSDP2,
+    FSDP2_HOOKS,
+    ZERO2,
+    ZERO2_HOOKS,
+    ZERO3,
+    ZERO3_HOOKS,
+    shared,
+)
 from autohete.profile import Profile
 
 #: ``sub_group_size`` of DeepSpeed's stage 3.
@@ -79,6 +89,7 @@ class Resident:
                 rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
+                hooks=self._hooks(profile.hardware.gpus),
             )
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
@@ -88,6 +99,14 @@ class Resident:
         if self.zero_stage == 3:
             return ZERO3 if self.deepspeed else FSDP1 if self.fsdp1 else FSDP2
         return ZERO2 if self.deepspeed else FlatBuffers()
+
+    def _hooks(self, gpus: int) -> Hooks:
+        """DeepSpeed hooks its modules on one GPU as well; there is no use for FSDP then."""
+        if self.deepspeed:
+            return ZERO3_HOOKS if self.zero_stage == 3 else ZERO2_HOOKS
+        if self.zero_stage < 3 or gpus == 1:
+            return Hooks()
+        return FSDP1_HOOKS if self.fsdp1 else FSDP2_HOOKS
 
     def _update_bytes(self, profile: Profile) -> int:
         """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""

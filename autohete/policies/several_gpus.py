@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete.errors import InputError
-from autohete.plan import FlatBuffers, UnitPlan
+from autohete.plan import FlatBuffers, Hooks, UnitPlan
 from autohete.profile import Profile
 
 #: PyTorch's ``fully_shard``: what is gathered is split into parameters, and gradients are put together (2.13,
@@ -24,6 +24,12 @@ ZERO3_ALL_REDUCE = FlatBuffers(gather_copies=1, reduce_copies=2, reduces_all=Tru
 #: (``stage_1_and_2.py``: ``average_tensor``, ``allreduce_and_copy_with_multiple_ranks``); before, reduced to their owners.
 ZERO2 = FlatBuffers(reduce_copies=3, reduces_all=True)
 ZERO2_TO_OWNERS = FlatBuffers(reduce_copies=3)
+
+#: Operations of the host for each module of blocks of transformers: DeepSpeed 0.18.6, PyTorch 2.13 (benchmarks/host_time.py).
+#: Stage 3 fetches and releases the parameters of each module; hooks of stages 1 and 2 take gradients to their bucket.
+ZERO3_HOOKS, ZERO2_HOOKS = Hooks(52, 58), Hooks(0, 8)
+#: Those of FSDP gather and release whole units, parameter by parameter.
+FSDP1_HOOKS, FSDP2_HOOKS = Hooks(18, 22), Hooks(17, 22)
 
 
 def shared(units: Iterable[UnitPlan], zero_stage: int, profile: Profile) -> tuple[UnitPlan, ...]:

@@ -40,7 +40,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import SUB_GROUP, sub_groups
-from autohete.policies.several_gpus import ZERO3, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
@@ -169,6 +169,7 @@ class TwinFlow:
                 host_optimizer_bytes=12 if self.pin_memory else 16,
             ),
             flat_buffers=ZERO3,
+            hooks=ZERO3_HOOKS,
         )
 
 

@@ -34,7 +34,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several, place_names
 from autohete.policies.host_arrays import sub_groups
-from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -108,6 +108,7 @@ class ZeroInfinity:
                 host_parameter_bytes=element,
             ),
             flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,
+            hooks=ZERO3_HOOKS,
         )
 
 

@@ -42,7 +42,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import tensors
-from autohete.policies.several_gpus import ZERO2, ZERO2_TO_OWNERS, shared
+from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
@@ -192,6 +192,7 @@ class ZeroOffload:
                 host_pinned_buffer_bytes=sum(map(rounded, arrays)) + (version.tiles_bytes or 0),
             ),
             flat_buffers=ZERO2 if version.all_reduces and not self.paper else ZERO2_TO_OWNERS,
+            hooks=ZERO2_HOOKS,
         )
 
     @property

@@ -73,6 +73,8 @@ class UnitProfile(Hashed):
         frozen_bytes: size of these, if they are not in the format the GPU computes with (quantised).
         state_bytes: size of its optimizer states, with master weights. None: those of AdamW.
         largest_parameter: number of elements of its largest trained parameter. None: not known, taken as all of them.
+        forward_host_seconds, backward_host_seconds: time that the host needs for a pass, of which it runs ahead of the GPU.
+        modules: number of its modules that are called, each of which a system may hook.
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
@@ -97,6 +99,9 @@ class UnitProfile(Hashed):
     shorter_recompute_seconds: float | None = None
     largest_parameter: int | None = None
     is_whole: bool = False
+    forward_host_seconds: float = 0.0
+    backward_host_seconds: float = 0.0
+    modules: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -53,9 +53,15 @@ class Rates:
         speed = attention_speed(self.workload.attention, self.capability, sizes[1])
         return flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
 
-    def _pass_seconds(self, busy: float, kernels: float) -> float:
-        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host launches them."""
-        return max(busy + kernels * self.overhead, kernels * self.launch)
+    def _host_seconds(self, kernels: float, *, backward: bool = False, more: float = 0.0) -> float:
+        """Time in which the host launches ``kernels`` kernels of a pass, with ``more`` operations."""
+        return (kernels * (self.kernels.host_backward if backward else self.kernels.host_forward) + more) * self.launch
+
+    def _pass_seconds(self, busy: float, kernels: float, host: float) -> float:
+        """Time of a pass with ``busy`` seconds of work in ``kernels`` kernels: no faster than the host, which runs ahead of the
+        GPU within a pass.
+        """
+        return max(busy + kernels * self.overhead, host)
 
     def _update(self, unit: int, trained: int) -> tuple[float, int]:
         """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and

@@ -1,8 +1,10 @@
 """The analytic profile: a roofline per block (Williams et al. 2009).
 
 Matrix products run at the GPU's GEMM rate for their shape, everything else at its memory bandwidth for the operations of the
-implementation (:mod:`autohete.profile.kernels`). A fixed cost per kernel is added, and no pass is faster than the host launches
-its kernels.
+implementation (:mod:`autohete.profile.kernels`). A fixed cost per kernel is added, and no pass is faster than the host, which
+launches its kernels and does what the framework does between them (:attr:`autohete.hardware.Cpu.launch_seconds`). The floor is
+one of each unit's pass. The host could run ahead of the GPU over several units; as blocks are alike, this would only save what
+it can prepare while embedding, head and loss are computed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
-from autohete.profile.adapters import additions
+from autohete.profile.adapters import PEFT_MODULES, PEFT_OPERATIONS, additions
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
@@ -22,7 +24,7 @@ from autohete.profile.loop import expert_loop
 from autohete.profile.rates import Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
+from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, NormPlace, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import LAST
@@ -177,30 +179,37 @@ class _Roofline(Rates):
             learned = w.architecture is None or w.architecture.positions > 0
             activations = w.tokens * (8 + w.hidden_size * learned)  # token ids and dropout mask
             gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
-            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels)
+            forward_host, backward_host = self._host_seconds(kernels), self._host_seconds(kernels, backward=True)
+            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels, forward_host)
             # The gradient of the whole table is written, even for few tokens.
             traffic = scattered * hidden_bytes + 2 * element * parameters
-            backward = self._pass_seconds(traffic / self.bandwidth, kernels)
+            backward = self._pass_seconds(traffic / self.bandwidth, kernels, backward_host)
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
             frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
             activations = hidden_bytes * (1 if frozen else 2)  # the norm's input and the projection's
             gemm, gemm_backward = self._head_seconds(trained=not frozen)
-            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2)
-            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4)
+            forward_host, backward_host = self._host_seconds(2), self._host_seconds(4, backward=True)
+            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2, forward_host)
+            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4, backward_host)
             workspaces = (0, hidden_bytes)
         else:
             part, scores = self._part(unit), self._scores(unit)
             total = part.total
             gemm, gemm_backward = self._products_seconds(unit)
             added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
+            forward_kernels = total("forward_kernels") + added.forward_kernels
+            backward_kernels = total("backward_kernels") + added.backward_kernels
+            adapters = len(w.adapted_layers(unit)) * self.kernels.eager
+            forward_host = self._host_seconds(forward_kernels, more=PEFT_OPERATIONS[0] * adapters)
+            backward_host = self._host_seconds(backward_kernels, backward=True, more=PEFT_OPERATIONS[1] * adapters)
             forward = self._pass_seconds(
-                gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds,
-                total("forward_kernels") + added.forward_kernels,
+                gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds, forward_kernels, forward_host
             )
             backward = self._pass_seconds(
                 gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds,
-                total("backward_kernels") + added.backward_kernels,
+                backward_kernels,
+                backward_host,
             )
             saved = self._saved(unit, part, scores, round(added.kept_bytes))
             activations = min(self._kept_bytes(part, scores), hidden_bytes) + sum(one.size_bytes for one in saved)
@@ -230,7 +239,26 @@ class _Roofline(Rates):
             state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
             shorter_recompute_seconds=shorter,
             largest_parameter=max((matrix.parameters for matrix in w.trained_matrices(unit)), default=None),
+            forward_host_seconds=forward_host,
+            backward_host_seconds=backward_host,
+            modules=self._modules(unit),
         )
+
+    def _modules(self, unit: int) -> int:
+        """Modules of ``transformers`` that a pass of the unit calls, and those in PEFT's layers."""
+        w, role = self.workload, self.workload.role(unit)
+        if not w.is_inner(unit):
+            return 2 if role is BlockRole.HEAD else 1
+        block, parts = w.block(unit), w.components(unit)
+        of_components = 0
+        for one in parts:
+            norms = 1 + (block.norm_place is NormPlace.BOTH)
+            if isinstance(one, Attention):
+                norms += 2 * (one.head_norm or one.whole_norm)
+            activation = isinstance(one, Mlp | Experts)
+            of_components += 1 + norms + activation + block.dropout
+        layers = len(w.linear_layers(unit)) + PEFT_MODULES * len(w.adapted_layers(unit))
+        return (block.mixer in parts) + of_components + layers
 
     def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:
         """Time of a recomputation that stops at the last tensor that backward needs. An operation's inputs are saved before it
@@ -246,7 +274,8 @@ class _Roofline(Rates):
             component = w.components(unit)[-1]
             gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
         kernels = needed.total("forward_kernels") - last_product
-        return self._pass_seconds(gemm + self._elementwise_seconds(needed, "forward", scores), kernels)
+        busy = gemm + self._elementwise_seconds(needed, "forward", scores)
+        return self._pass_seconds(busy, kernels, self._host_seconds(kernels))
 
     def _kept_bytes(self, part: Part, scores: int) -> float:
         """Size of what ``part`` keeps for backward, its input included."""
@@ -274,7 +303,7 @@ class _Roofline(Rates):
                 continue
             busy, kernels = self._elementwise_seconds(one.again, "forward", scores), one.again.total("forward_kernels")
             busy += self._core_seconds(w.block(unit).mixer)[0] * one.products + kernels * self.overhead
-            found.append(SavedTensors(name, size, busy, kernels * self.launch, one.selective))
+            found.append(SavedTensors(name, size, busy, self._host_seconds(kernels), one.selective))
         return (*found, *([SavedTensors("adapters", added_bytes)] if added_bytes else []))
 
     def loss(self) -> LossProfile:
@@ -286,7 +315,7 @@ class _Roofline(Rates):
         traffic, workspace = (
             (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
         )
-        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels)
+        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels, self._host_seconds(head.kernels))
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
 
     def _chunked_loss(self) -> LossProfile:
@@ -305,5 +334,6 @@ class _Roofline(Rates):
         cast = 0 if element == 4 else element + 4
         added_bytes = 0 if in_product else cast + 2 * element + 4
         traffic = 2 * element * w.tokens * w.vocabulary_size + added_bytes * added * w.vocabulary_size * w.hidden_size
-        seconds = self._pass_seconds(traffic / self.bandwidth, (4 if in_product else 6) * chunks)
+        kernels = (4 if in_product else 6) * chunks
+        seconds = self._pass_seconds(traffic / self.bandwidth, kernels, self._host_seconds(kernels))
         return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)

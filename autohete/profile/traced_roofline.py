@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from autohete.hardware import Gpu
@@ -13,7 +13,7 @@ from autohete.workload.table import TracedKernel, TracedSaved, TracedUnit, large
 from autohete.workload.traced import TracedWorkload
 
 #: Kernels of a unit with the number of times that each runs.
-_Rows = Iterable[tuple[TracedKernel, int]]
+_Rows = Sequence[tuple[TracedKernel, int]]
 
 
 #: Elements of heads; a table does not have them.
@@ -38,11 +38,12 @@ class TracedRoofline(Rates):
         shared = w.table.beside_bytes.at(batch) + largest(w.table.beside_gradient_bytes, batch)
         beside = 0 if number else shared
         update, states = self._update(number, parameters - frozen)
+        forward, backward = ([(row, row.count) for row in rows] for rows in (unit.forward, unit.backward))
         return UnitProfile(
             role=w.role(number),
             parameters=parameters,
-            forward_seconds=self._seconds((row, row.count) for row in unit.forward),
-            backward_seconds=self._seconds((row, row.count) for row in unit.backward),
+            forward_seconds=self._seconds(forward),
+            backward_seconds=self._seconds(backward, backward=True),
             gpu_update_seconds=update,
             input_bytes=input_bytes + beside,
             activation_bytes=input_bytes + beside + kept,
@@ -52,38 +53,39 @@ class TracedRoofline(Rates):
             frozen_parameters=frozen,
             state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
             largest_parameter=max((one.count for one in unit.parameters if not one.frozen), default=None),
+            forward_host_seconds=self._host_seconds(_launches(forward)),
+            backward_host_seconds=self._host_seconds(_launches(backward), backward=True),
+            modules=len({row.module for row in unit.forward}),
         )
 
     def loss(self) -> LossProfile:
         """Times and sizes of the loss. The caller holds the prediction until backward has ended."""
         loss = self.traced.table.loss
-        seconds = self._seconds((row, row.count) for row in loss.kernels)
+        seconds = self._seconds([(row, row.count) for row in loss.kernels])
         return LossProfile(
             seconds, loss.prediction_bytes.at(self.batch), largest(loss.workspace_bytes, self.batch), keeps_logits=True
         )
 
-    def _seconds(self, rows: _Rows) -> float:
+    def _seconds(self, rows: _Rows, *, backward: bool = False) -> float:
         """Time of a pass."""
-        busy, launches = self._busy(list(rows))
-        return self._pass_seconds(busy, launches)
+        launches = _launches(rows)
+        return self._pass_seconds(self._busy(rows), launches, self._host_seconds(launches, backward=backward))
 
-    def _busy(self, rows: list[tuple[TracedKernel, int]]) -> tuple[float, int]:
-        """Time of the work in some rows, and the kernels launched: products at their rate, fused attention at its own,
-        all else by memory and instructions together.
+    def _busy(self, rows: _Rows) -> float:
+        """Time of the work in some rows: products at their rate, fused attention at its own, all else by memory and
+        instructions together.
         """
         traffic = accesses = seconds = 0.0
-        launches = 0
         for row, count in rows:
             traffic += count * row.bytes.at(self.batch)
             accesses += count * row.accesses.at(self.batch)
-            launches += count * row.launches
             if flops := row.fused_flops.at(self.batch):
                 keys, backward = self.traced.sequence_length, "backward" in row.kernel
                 seconds += count * self._attention_seconds(flops, _HEAD_SIZES, keys, backward=backward)
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
                 seconds += count * self._gemm_seconds(m, n, k, matrices)
-        return seconds + max(traffic / self.bandwidth, accesses * self.kernels.instructions / self.lanes), launches
+        return seconds + max(traffic / self.bandwidth, accesses * self.kernels.instructions / self.lanes)
 
     def _saved(self, unit: TracedUnit) -> Iterator[SavedTensors]:
         """What the unit keeps besides its input; tensors that are made again together are one."""
@@ -96,14 +98,19 @@ class TracedRoofline(Rates):
                 yield from (self._alone(one, names) for one in some)
                 continue
             rows = [(unit.forward[row], count) for row, count in again]
-            busy, launches = self._busy(rows)
+            busy, launches = self._busy(rows), _launches(rows)
             size = sum(one.bytes.at(self.batch) for one in some)
             selective = not core or any(row.products for row, _ in rows)
             name = _named(some[-1].name, names)
-            yield SavedTensors(name, size, busy + launches * self.overhead, launches * self.launch, selective)
+            yield SavedTensors(name, size, busy + launches * self.overhead, self._host_seconds(launches), selective)
 
     def _alone(self, one: TracedSaved, names: dict[str, int]) -> SavedTensors:
         return SavedTensors(_named(one.name, names), one.bytes.at(self.batch))
+
+
+def _launches(rows: _Rows) -> int:
+    """Number of kernels launched."""
+    return sum(count * row.launches for row, count in rows)
 
 
 def _named(name: str, taken: dict[str, int]) -> str:

@@ -211,6 +211,7 @@ class Implementation:
         flash: attention scores stay out of memory (FlashAttention).
         instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
         eager: one kernel per operation.
+        host_forward, host_backward: operations of the host for each kernel: Python between the kernels, and its views.
         lean: its parts are to be :func:`leaned`.
     """
 
@@ -221,6 +222,8 @@ class Implementation:
     flash: bool
     instructions: float = 0
     eager: bool = False
+    host_forward: float = 1
+    host_backward: float = 1
     lean: bool = False
 
     def part(self, role: BlockRole) -> Part:
@@ -342,6 +345,10 @@ _MEGATRON_MLP = _rows(
 #: (experiments/published/huggingface-layer.toml): the A100's memory is 2.3 times as fast, its lanes only 1.24 times.
 _EAGER_INSTRUCTIONS = 23
 
+#: Operations of the host for each kernel, forward and backward, of blocks of transformers 5.23: 3.4 to 3.8 and 2.2 to 2.5 in
+#: GPT-2, Llama and Qwen3 (benchmarks/host_time.py). Compiled code and C++ spend one or less.
+_EAGER_HOST = (3.6, 2.3)
+
 #: Logits stay in 16 bit; a copy of the shifted logits, log-softmax and its backward, backward of the slice.
 _HF_HEAD = HeadKernels("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
 #: Logits are cast to fp32. The passes over them work in place, so fp32 needs neither a workspace nor a separate gradient.
@@ -438,6 +445,8 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         flash=False,
         instructions=_EAGER_INSTRUCTIONS,
         eager=True,
+        host_forward=_EAGER_HOST[0],
+        host_backward=_EAGER_HOST[1],
     ),
     Kernels.EAGER_FLASH: Implementation(
         _part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, 0, (*_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
@@ -447,5 +456,7 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         flash=True,
         instructions=_EAGER_INSTRUCTIONS,
         eager=True,
+        host_forward=_EAGER_HOST[0],
+        host_backward=_EAGER_HOST[1],
     ),
 }
