@@ -357,16 +357,18 @@ def test_groups_are_scored_apart(tmp_path: Path) -> None:
         check(published.KEPT_BACK, 1.0, 1.1, first=1.5),
         check(published.BLIND, 1.0, 1.2, first=1.2),
         check(published.BLIND, 1.0, 0.8, first=0.8),
+        check(published.BLIND, 1.0, 1.0, first=1.0),
+        replace(check(published.BLIND, 1.0, 1.4), source="another source"),
         check(published.BLIND, 1.0, 0.0, "fits"),
         replace(check(published.BLIND, 1.0, 9.0), calibrates="gpu.memory_bandwidth"),
     ]
     (tmp_path / "published.csv").write_text(published.as_csv(rows))
     assert published.read(tmp_path / "published.csv") == rows
-    assert [line[:6] for line in published.group_lines(rows)] == [
-        ["known", "iterations", "1", "50.0 %", "50.0 %", "-50.0 %"],
-        ["kept back", "iterations", "1", "10.0 %", "10.0 %", "+10.0 %"],
-        ["blind", "iterations", "2", "20.0 %", "20.0 %", "+0.0 %"],
-        ["blind", "verdicts", "1", "1 wrong", "-", "-"],
+    assert [line[:7] for line in published.group_lines(rows)] == [
+        ["known", "iterations", "1", "50.0 %", "50.0 %", "50.0 %", "-50.0 %"],
+        ["kept back", "iterations", "1", "10.0 %", "10.0 %", "10.0 %", "+10.0 %"],
+        ["blind", "iterations", "4", "20.0 %", "26.7 %", "20.0 %", "+10.0 %"],
+        ["blind", "verdicts", "1", "1 wrong", "-", "-", "-"],
     ]
     page = tmp_path / "page.md"
     page.write_text("above\n\n| Group | x |\n|---|---|\n| old | 1 |\n\nbetween\n\n| Wrong verdict |\n|---|\n\nbelow\n")
