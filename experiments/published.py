@@ -27,6 +27,7 @@ if __name__ == "__main__" and not __package__:
 
 import csv
 import json
+import os
 import re
 import tomllib
 from bisect import bisect_left
@@ -43,6 +44,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autohete.answer.certainty import MODEL_FACTOR
 from autohete.cli.app import run_app
+from autohete.cli.interrupt import in_processes
 from autohete.errors import InfeasibleError, InputError
 from autohete.files import make_folder, write_text
 from autohete.hardware import load_hardware
@@ -51,7 +53,7 @@ from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
 from autohete.policies import parse_policy, traffic
 from autohete.quantities import format_seconds
-from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, VERMILION, save_figure, style
+from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, save_figure, style
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
@@ -63,10 +65,11 @@ from experiments.shared import csv_text
 
 FOLDER = Path(__file__).parent / "published"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
-#: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, and of the whole host. The
-#: longest sequence that fits is in tokens, a multiple of 1,024.
-VERDICT, COUNT, PEAK, HOST_PEAK, LONGEST = "fits", "cpu_updated_blocks", "gpu_peak", "host_peak", "longest_sequence"
-UNITS = {VERDICT: VERDICT, COUNT: "blocks", PEAK: "GiB", HOST_PEAK: "GiB", LONGEST: "tokens"}
+#: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, of what PyTorch's allocator
+#: reserves for them, and of the whole host. The longest sequence that fits is in tokens, a multiple of 1,024.
+VERDICT, COUNT, LONGEST = "fits", "cpu_updated_blocks", "longest_sequence"
+PEAKS = PEAK, RESERVED, HOST_PEAK = "gpu_peak", "gpu_reserved", "host_peak"
+UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB")
 #: Quantities of a part of a run, or of a run of another length: that they were measured does not say that the row fits.
 _NOT_OF_THE_RUN = {"block_forward", "block_backward", "passes", LONGEST}
 #: Groups of rows, from those that the model was made with to those that say how far off it is for others.
@@ -84,7 +87,8 @@ class Row(_Table):
     ``changes`` apply to the workload, ``set`` to hardware figures. ``gpu_budget`` is the memory that an allocator may give to
     tensors. ``gpus`` GPUs train together, each with the batch.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it. ``predicted``: phase -> the seconds that
-    were predicted before the measurement was looked at, for rows that were added so.
+    were predicted before the measurement was looked at, for rows that were added so. ``asks``: what was measured, for rows
+    whose measurements are not there yet.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Row(_Table):
     gpus: int = 1
     calibrates: dict[str, str] = {}
     predicted: dict[str, float] = {}
+    asks: tuple[str, ...] = ()
     remark: str = ""
 
 
@@ -127,15 +132,18 @@ class Source(_Table):
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
 
-    def predict(self, row: Row, *, longest: bool) -> tuple[dict[str, float], str]:
+    def predict(self, row: Row, longest: bool = False) -> tuple[dict[str, float], str]:
         """Predict what may have been measured of ``row``, and say which memory decides.
 
-        Where no plan fits, there is only the verdict. The ``longest`` sequence takes eight further simulations.
+        Where no plan fits, there is only the verdict; of what cannot be simulated there is nothing, and the reason. The
+        ``longest`` sequence takes eight further simulations.
         """
         try:
             simulation = self.simulate(row)
         except InfeasibleError as error:
             return {VERDICT: False}, str(error)
+        except InputError as error:
+            return {}, str(error)
         return phases(simulation) | ({LONGEST: self.longest(row)} if longest else {}), fullest(simulation)
 
     def longest(self, row: Row) -> int:
@@ -143,7 +151,7 @@ class Source(_Table):
 
         def fails(tokens: int) -> bool:
             other = row.model_copy(update={"changes": row.changes | {"sequence_length": tokens}})
-            return self.predict(other, longest=False)[0][VERDICT] != 1
+            return not self.predict(other)[0].get(VERDICT)
 
         lengths = range(0, 2**18, 1024)
         return lengths[bisect_left(lengths, True, lo=1, key=fails) - 1]
@@ -277,21 +285,36 @@ def middle(measured: bool | float | tuple[float, float]) -> float:
     return sum(measured) / 2 if isinstance(measured, tuple) else float(measured)
 
 
-def checks(of: Sequence[Source] | None = None) -> list[Check]:
-    """Simulate every measured row, or those ``of`` some sources."""
+def checks(of: Sequence[Source] | None = None, jobs: int = 1) -> list[Check]:
+    """Simulate every measured row, or those ``of`` some sources, in ``jobs`` processes.
+
+    Raises:
+        InputError: a row cannot be simulated.
+    """
+    runs = [(source, row) for source in (sources() if of is None else of) for row in source.rows if row.measured]
     rows = []
-    for source in sources() if of is None else of:
-        for row in filter(lambda row: row.measured, source.rows):
-            predicted, decides = source.predict(row, longest=LONGEST in row.measured)
-            ran = {} if VERDICT in row.measured or row.measured.keys() <= _NOT_OF_THE_RUN else {VERDICT: True}
-            for phase, value in (row.measured | ran).items():
-                if len(predicted) == 1 and phase != VERDICT:  # no plan fits
-                    continue
-                remark = decides if phase == VERDICT else row.remark
-                numbers = middle(value), float(predicted[phase])
-                calibrates, first = row.calibrates.get(phase, ""), row.predicted.get(phase)
-                rows.append(Check(source.title, source.group_of(row), row.name, phase, *numbers, calibrates, remark, first))
+    for (source, row), (predicted, decides) in zip(runs, predictions(runs, jobs), strict=True):
+        if not predicted:
+            raise InputError(f"{source.title}, {row.name!r}: {decides}")
+        ran = {} if VERDICT in row.measured or row.measured.keys() <= _NOT_OF_THE_RUN else {VERDICT: True}
+        for phase, value in (row.measured | ran).items():
+            if len(predicted) == 1 and phase != VERDICT:  # no plan fits
+                continue
+            remark = decides if phase == VERDICT else row.remark
+            numbers = middle(value), float(predicted[phase])
+            calibrates, first = row.calibrates.get(phase, ""), row.predicted.get(phase)
+            rows.append(Check(source.title, source.group_of(row), row.name, phase, *numbers, calibrates, remark, first))
     return rows
+
+
+def predictions(runs: Iterable[tuple[Source, Row]], jobs: int) -> Iterable[tuple[dict[str, float], str]]:
+    """Predict each row of a source (:meth:`Source.predict`) in ``jobs`` processes."""
+    return in_processes(
+        Source.predict,
+        ((source, row, LONGEST in row.measured or LONGEST in row.asks) for source, row in runs),
+        jobs,
+        ordered=True,
+    )
 
 
 def fullest(simulation: Simulation) -> str:
@@ -304,6 +327,7 @@ def fullest(simulation: Simulation) -> str:
 class Score:
     """Errors over checks that are not used for calibration.
 
+    ``by_source``: mean of the mean errors of the sources, one of which may have a hundred rows that are off for one reason.
     ``inside``: share of measured times in the 90 % interval (:attr:`Check.is_inside`). ``first_error``: mean error of what was
     predicted before the measurements were looked at.
     """
@@ -311,6 +335,7 @@ class Score:
     what: str
     count: int
     mean_error: float
+    by_source: float
     median_error: float
     signed_error: float
     worst_error: float
@@ -323,7 +348,7 @@ class Score:
         shares = (self.inside, self.first_error)
         return [
             str(self.count),
-            *(f"{100 * error:.1f} %" for error in (self.mean_error, self.median_error)),
+            *(f"{100 * error:.1f} %" for error in (self.mean_error, self.by_source, self.median_error)),
             f"{100 * self.signed_error:+.1f} %",
             f"{100 * self.worst_error:.1f} %",
             *("-" if share is None else f"{100 * share:.{places}f} %" for share, places in zip(shares, (0, 1), strict=True)),
@@ -331,12 +356,13 @@ class Score:
 
 
 #: Heads of :attr:`Score.cells`.
-_HEADS = "number", "mean error", "median", "signed", "worst", "in the interval", "mean, as first predicted"
+_HEADS = "number", "mean error", "by source", "median", "signed", "worst", "in the interval", "mean, as first predicted"
 #: What is scored, and the largest mean error of a known and of another group that does not refute the model.
 _SCORED = {
     "iteration": ("iterations", 0.08, 0.10),
     "phase": ("phases", 0.12, None),
     PEAK: ("GPU peaks", 0.06, 0.10),
+    RESERVED: ("reserved peaks", None, 0.10),
     HOST_PEAK: ("host peaks", None, None),
     LONGEST: ("longest sequences", None, 0.12),
 }
@@ -344,6 +370,11 @@ _SCORED = {
 
 def _kind(check: Check) -> str:
     return "phase" if check.is_time and check.phase != "iteration" else check.phase
+
+
+def mean_by_source(rows: Sequence[Check]) -> float:
+    """Return the mean of the mean errors of the sources of ``rows``."""
+    return mean(mean(abs(c.error) for c in rows if c.source == source) for source in dict.fromkeys(c.source for c in rows))
 
 
 def scores(rows: Sequence[Check]) -> list[Score]:
@@ -356,18 +387,8 @@ def scores(rows: Sequence[Check]) -> list[Score]:
             signed = mean(c.error for c in some)
             inside = mean(c.is_inside for c in some) if some[0].is_time else None
             first = [abs(c.first_error) for c in some if c.first_error is not None]
-            found.append(
-                Score(
-                    what,
-                    len(some),
-                    mean(errors),
-                    median(errors),
-                    signed,
-                    max(errors),
-                    inside,
-                    mean(first) if first else None,
-                )
-            )
+            means = mean(errors), mean_by_source(some), median(errors), signed, max(errors)
+            found.append(Score(what, len(some), *means, inside, mean(first) if first else None))
     return found
 
 
@@ -476,7 +497,7 @@ def show(results: Sequence[Check]) -> None:
                 cells = [f"{c.measured:.0f}", f"{c.predicted:.0f}", "-" if c.measured == c.predicted else "DIFFERS"]
             elif c.phase == LONGEST:
                 cells = [f"{c.measured:,.0f}", f"{c.predicted:,.0f}", f"{100 * c.error:+.0f} %"]
-            elif c.phase in (PEAK, HOST_PEAK):
+            elif c.phase in PEAKS:
                 cells = [f"{c.measured:.1f} GiB", f"{c.predicted:.1f} GiB", f"{100 * c.error:+.0f} %"]
             else:
                 cells = [format_seconds(c.measured), format_seconds(c.predicted), f"{100 * c.error:+.0f} %"]
@@ -511,6 +532,7 @@ _MARKS = {
     "iteration": ("o", BLUE),
     "phase": ("^", ORANGE),
     PEAK: ("s", GREEN),
+    RESERVED: ("v", SKY),
     HOST_PEAK: ("P", VERMILION),
     LONGEST: ("D", PURPLE),
 }
@@ -601,7 +623,7 @@ def main(*, out: Path = Path("paper_figs"), docs: bool = False) -> None:
         Write the tables of ``docs/results.md`` that are made from them, too.
     """
     make_folder(out)
-    write_text(out / "published.csv", as_csv(checks()))
+    write_text(out / "published.csv", as_csv(checks(jobs=os.cpu_count() or 1)))
     rows = read(out / "published.csv")
     figure = draw(rows)
     for suffix in ("png", "pdf"):

@@ -2,10 +2,10 @@
 
 Command: ``python experiments/published_blind.py [--numbers DIR]``. Machine: any; everything is simulated.
 
-``experiments/published/blind/`` has sources in the form of ``published.py`` without measurements, collected by somebody who did
-not make the model. Every row without a prediction gets one in its file. With ``--numbers``, measurements from files of the same
-names (``[[row]]`` with ``name`` and ``measured``) are added to rows that have a prediction, which then stands. The scores are
-printed by source.
+``experiments/published/blind/`` has sources in the form of ``published.py``, with what was measured (``asks``) but without the
+measurements, collected by somebody who does not work on the model. Each row gets a prediction of it in its file, which then
+stands. With ``--numbers``, measurements from files of the same names (``[[row]]`` with ``name`` and ``measured``) are added to
+what was predicted. What cannot be predicted is named. The scores are printed by source.
 
 What would refute it: what ``published.py`` says of blind rows.
 """
@@ -16,6 +16,7 @@ if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from autohete.cli.app import run_app
 from autohete.errors import InputError
 from autohete.files import write_text
 from autohete.report.tables import console, print_text
-from experiments.published import BLIND, FOLDER, VERDICT, checks, read_source, show_scores
+from experiments.published import BLIND, FOLDER, VERDICT, checks, predictions, read_source, show_scores
 
 _ROW = re.compile(r"^(?=\[\[row\]\])", re.MULTILINE)
 
@@ -43,6 +44,7 @@ def _rows(path: Path) -> dict[str, dict[str, Any]]:
 
 def add(path: Path, key: str, values: Mapping[str, Mapping[str, object]]) -> None:
     """Write a line ``key = { ... }`` below the names of rows."""
+    _rows(path)
     head, *rows = _ROW.split(path.read_text(encoding="utf-8"))
     for i, row in enumerate(rows):
         (name,) = (each["name"] for each in tomllib.loads(row)["row"])
@@ -53,48 +55,49 @@ def add(path: Path, key: str, values: Mapping[str, Mapping[str, object]]) -> Non
     write_text(path, "".join([head, *rows]))
 
 
-def predict(path: Path) -> int:
-    """Predict every row of ``path`` that has no prediction; return their number.
+def predict(path: Path, jobs: int = 1) -> list[str]:
+    """Predict what was measured of every row of ``path`` that has no prediction, and its verdict; say what is not predicted.
 
     Raises:
-        InputError: a row without a prediction has been measured.
+        InputError: a row without a prediction has been measured, or two rows have one name.
     """
-    rows, source = _rows(path), read_source(path)
-    found = {}
-    for row in source.rows:
-        if row.predicted:
-            continue
+    source = read_source(path)
+    rows = [row for row in source.rows if not row.predicted]
+    for row in rows:
         if row.measured:
             raise InputError(f"{path}: {row.name!r} has measurements and no prediction; measurements come after it")
-        predicted, _ = source.predict(row, longest=True)
-        found[row.name] = {what: x if isinstance(x, bool) else float(f"{x:.6g}") for what, x in predicted.items()}
-    assert found.keys() <= rows.keys()
-    if found:
-        add(path, "predicted", found)
-    return len(found)
+    found, missing = {}, []
+    for row, (predicted, why) in zip(rows, predictions([(source, row) for row in rows], jobs), strict=True):
+        if not predicted:
+            missing.append(f"{row.name}: {why}")
+            continue
+        asked = dict.fromkeys((*row.asks, VERDICT))
+        if predicted.keys() != {VERDICT}:
+            missing += [f"{row.name}: {what}" for what in asked if what not in predicted]
+        numbers = {what: predicted[what] for what in asked if what in predicted}
+        found[row.name] = {what: x if isinstance(x, bool) else float(f"{x:.6g}") for what, x in numbers.items()}
+    add(path, "predicted", found)
+    return missing
 
 
-def reveal(path: Path, numbers: Path) -> int:
-    """Add the measurements of ``numbers`` to the rows of ``path``; return how many were added.
+def reveal(path: Path, numbers: Path) -> list[str]:
+    """Add the measurements of ``numbers`` to the rows of ``path``; say which are left out, because they were not predicted.
 
     Raises:
-        InputError: there is no such row, or it has no prediction of what was measured, or other measurements.
+        InputError: a row has other measurements.
     """
-    rows, found = _rows(path), {}
+    rows, found, missing = _rows(path), {}, []
     for name, given in _rows(numbers).items():
-        row, measured = rows.get(name, {}), given["measured"]
-        predicted = row.get("predicted", {})
-        missing = measured.keys() - predicted.keys()
-        if not predicted or (missing and set(predicted) != {VERDICT}):
-            what = ", ".join(sorted(missing)) or "anything"
-            raise InputError(f"{path}: {name!r} has no prediction of {what}; predict it first")
-        if row.get("measured", measured) != measured:
+        predicted = rows.get(name, {}).get("predicted", {})
+        unfit = predicted.keys() == {VERDICT}  # then nothing else can be predicted
+        measured = {what: value for what, value in given["measured"].items() if what in predicted or unfit}
+        missing += [f"{name}: {what}" for what in given["measured"] if what not in measured]
+        if rows.get(name, {}).get("measured", measured) != measured:
             raise InputError(f"{path}: {name!r} has other measurements than {numbers}")
-        if "measured" not in row:
+        if measured and "measured" not in rows[name]:
             found[name] = measured
-    if found:
-        add(path, "measured", found)
-    return len(found)
+    add(path, "measured", found)
+    return missing
 
 
 def main(*, folder: Path = FOLDER / BLIND, numbers: Path | None = None) -> None:
@@ -111,12 +114,12 @@ def main(*, folder: Path = FOLDER / BLIND, numbers: Path | None = None) -> None:
     paths = sorted(folder.glob("*.toml"))
     if not paths:
         raise InputError(f"{folder} has no *.toml; put the sources there")
+    jobs = os.cpu_count() or 1
     for path in paths:
-        if numbers is None:
-            print_text(out, f"{path.name}: {predict(path)} rows predicted")
-        elif (numbers / path.name).is_file():
-            print_text(out, f"{path.name}: {reveal(path, numbers / path.name)} rows measured")
-    show_scores(checks([read_source(path) for path in paths]))
+        missing = predict(path, jobs) if numbers is None else reveal(path, numbers / path.name)
+        for what in missing:
+            print_text(out, f"{path.name}: not predicted: {what}")
+    show_scores(checks([read_source(path) for path in paths], jobs))
 
 
 if __name__ == "__main__":
