@@ -31,7 +31,7 @@ import os
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -132,11 +132,11 @@ class Source(_Table):
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
 
-    def predict(self, row: Row, longest: bool = False) -> tuple[dict[str, float], str]:
+    def predict(self, row: Row, asked: Collection[str] = ()) -> tuple[dict[str, float], str]:
         """Predict what may have been measured of ``row``, and say which memory decides.
 
-        Where no plan fits, there is only the verdict; of what cannot be simulated there is nothing, and the reason. The
-        ``longest`` sequence takes eight further simulations.
+        Where no plan fits, there is only the verdict; of what cannot be simulated there is nothing, and the reason. What takes
+        long is predicted only if it is ``asked`` for: the longest sequence, which takes eight further simulations.
         """
         try:
             simulation = self.simulate(row)
@@ -144,7 +144,11 @@ class Source(_Table):
             return {VERDICT: False}, str(error)
         except InputError as error:
             return {}, str(error)
-        return phases(simulation) | ({LONGEST: self.longest(row)} if longest else {}), fullest(simulation)
+        predicted = phases(simulation)
+        # With reserved_bytes: if RESERVED in asked: predicted[RESERVED] = simulation.gpu.reserved_bytes / 2**30
+        if LONGEST in asked:
+            predicted[LONGEST] = self.longest(row)
+        return predicted, fullest(simulation)
 
     def longest(self, row: Row) -> int:
         """Return the longest sequence that fits where ``row`` has another, in whole steps of 1,024 tokens."""
@@ -311,7 +315,7 @@ def predictions(runs: Iterable[tuple[Source, Row]], jobs: int) -> Iterable[tuple
     """Predict each row of a source (:meth:`Source.predict`) in ``jobs`` processes."""
     return in_processes(
         Source.predict,
-        ((source, row, LONGEST in row.measured or LONGEST in row.asks) for source, row in runs),
+        ((source, row, {*row.measured, *row.asks}) for source, row in runs),
         jobs,
         ordered=True,
     )
