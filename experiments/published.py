@@ -31,7 +31,7 @@ import os
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -107,10 +107,10 @@ class Row(_Table):
 
 class Source(_Table):
     """One file: rows from one place that share a node and a workload. ``group``: ``new`` if nobody looked at it while the model
-    was made; files in ``blind/`` need not say theirs.
+    was made. Files in ``blind/`` are blind, but ``kept back`` if they hold further rows of a known source.
     """
 
-    group: Literal["known", "new", "blind"] = "known"
+    group: Literal["known", "kept back", "new", "blind"] = "known"
     title: str
     source: str
     date: str
@@ -132,11 +132,11 @@ class Source(_Table):
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
 
-    def predict(self, row: Row, longest: bool = False) -> tuple[dict[str, float], str]:
+    def predict(self, row: Row, asked: Collection[str] = ()) -> tuple[dict[str, float], str]:
         """Predict what may have been measured of ``row``, and say which memory decides.
 
-        Where no plan fits, there is only the verdict; of what cannot be simulated there is nothing, and the reason. The
-        ``longest`` sequence takes eight further simulations.
+        Where no plan fits, there is only the verdict; of what cannot be simulated there is nothing, and the reason. What takes
+        long is predicted only if it is ``asked`` for: the longest sequence, which takes eight further simulations.
         """
         try:
             simulation = self.simulate(row)
@@ -144,7 +144,11 @@ class Source(_Table):
             return {VERDICT: False}, str(error)
         except InputError as error:
             return {}, str(error)
-        return phases(simulation) | ({LONGEST: self.longest(row)} if longest else {}), fullest(simulation)
+        predicted = phases(simulation)
+        # With reserved_bytes: if RESERVED in asked: predicted[RESERVED] = simulation.gpu.reserved_bytes / 2**30
+        if LONGEST in asked:
+            predicted[LONGEST] = self.longest(row)
+        return predicted, fullest(simulation)
 
     def longest(self, row: Row) -> int:
         """Return the longest sequence that fits where ``row`` has another, in whole steps of 1,024 tokens."""
@@ -179,7 +183,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
 def read_source(path: Path) -> Source:
     """Read one file."""
     group = {"group": BLIND} if path.parent.name == BLIND else {}
-    return Source.model_validate_json(json.dumps(tomllib.loads(path.read_text(encoding="utf-8")) | group))
+    return Source.model_validate_json(json.dumps(group | tomllib.loads(path.read_text(encoding="utf-8"))))
 
 
 def sources() -> list[Source]:
@@ -311,7 +315,7 @@ def predictions(runs: Iterable[tuple[Source, Row]], jobs: int) -> Iterable[tuple
     """Predict each row of a source (:meth:`Source.predict`) in ``jobs`` processes."""
     return in_processes(
         Source.predict,
-        ((source, row, LONGEST in row.measured or LONGEST in row.asks) for source, row in runs),
+        ((source, row, {*row.measured, *row.asks}) for source, row in runs),
         jobs,
         ordered=True,
     )
@@ -537,8 +541,9 @@ _MARKS = {
     LONGEST: ("D", PURPLE),
 }
 _HEADINGS = {KNOWN: "Known sources", NEW: "New sources", BLIND: "Predicted blind"}
-#: Errors beyond are drawn there, in percent, with their value.
+#: Errors beyond are drawn there, in percent; the largest of a lane is written beside.
 _WIDEST = 100.0
+_SMALL = 6.0
 
 
 def draw(rows: Sequence[Check]) -> Figure:
@@ -558,27 +563,24 @@ def draw(rows: Sequence[Check]) -> Figure:
             places |= {title: at + 1 + i for i, title in enumerate(titles)}
             at += len(titles) + 1.3
     with style():
-        figure = Figure(figsize=(7.0, 0.9 + 0.21 * at), layout="constrained")
+        figure = Figure(figsize=(7.0, 0.9 + 0.165 * at), layout="constrained")
         axes = figure.subplots()
         band = [100 * (end - 1) for end in (1 / MODEL_FACTOR, MODEL_FACTOR)]
         axes.axvspan(*band, color="0.93", linewidth=0, label="90 % interval")
         axes.axvline(0, color="0.4", linewidth=0.8)
-        for c in shown:
-            mark, colour = ("x", "0.45") if c.calibrates else _MARKS[_kind(c)]
-            lanes = [kind for kind in _MARKS if any(_kind(other) == kind for other in shown if other.source == c.source)]
-            where = places[c.source] + min(0.27, 0.8 / len(lanes)) * (lanes.index(_kind(c)) - (len(lanes) - 1) / 2)
-            face = "white" if c.group == KEPT_BACK else colour
-            error = 100 * c.error
-            axes.plot(min(error, _WIDEST), where, mark, color=colour, markerfacecolor=face, markersize=2.8, markeredgewidth=0.6)
-            if error > _WIDEST:
-                axes.annotate(f"{error:+.0f} % ", (_WIDEST, where), ha="right", va="center", fontsize=5.5)
+        for title, where in places.items():
+            of = [c for c in shown if c.source == title]
+            lanes = [kind for kind in _MARKS if kind in map(_kind, of)]
+            for lane, kind in enumerate(lanes):
+                y = where + min(0.27, 0.8 / len(lanes)) * (lane - (len(lanes) - 1) / 2)
+                _draw_lane(axes, y, kind, [c for c in of if _kind(c) == kind])
         for kind in dict.fromkeys(_kind(c) for c in shown):
             mark, colour = _MARKS[kind]
             axes.plot([], [], mark, color=colour, markersize=4, label=_SCORED[kind][0])
         axes.plot([], [], "o", color="0.3", markerfacecolor="white", markersize=4, label="kept back (open)")
         axes.plot([], [], "x", color="0.45", markersize=4, label="calibrates a figure")
         lines = headings | places
-        axes.set_yticks(list(lines.values()), list(lines), fontsize=6.5)
+        axes.set_yticks(list(lines.values()), list(lines), fontsize=_SMALL)
         for label in axes.get_yticklabels():
             if label.get_text() in headings:
                 label.set_fontweight("bold")
@@ -586,6 +588,8 @@ def draw(rows: Sequence[Check]) -> Figure:
         axes.set_ylim(at - 0.7, -0.6)
         for where in places.values():
             axes.axhline(where + 0.5, color="0.88", linewidth=0.5, zorder=0)
+        if any(100 * c.error > _WIDEST for c in shown):
+            axes.set_xlim(right=_WIDEST + 32)  # leaves room for their values
         axes.set_xlabel("error of the simulated prediction against what others measured (%)")
         axes.set_title("mean error of iterations", loc="right", fontsize=7)
         _write_means(axes, shown, places, headings)
@@ -593,23 +597,39 @@ def draw(rows: Sequence[Check]) -> Figure:
     return figure
 
 
+def _draw_lane(axes: Axes, y: float, kind: str, checks: Sequence[Check]) -> None:
+    mark, colour = _MARKS[kind]
+    for which, face in ((KEPT_BACK, "white"), ("", colour)):
+        errors = [100 * c.error for c in checks if not c.calibrates and (c.group == KEPT_BACK) == (which == KEPT_BACK)]
+        shown = [min(error, _WIDEST) for error in errors]
+        axes.plot(shown, [y] * len(errors), mark, color=colour, markerfacecolor=face, markersize=2.8, markeredgewidth=0.6)
+    calibrate = [100 * c.error for c in checks if c.calibrates]
+    axes.plot(calibrate, [y] * len(calibrate), "x", color="0.45", markersize=2.8, markeredgewidth=0.6)
+    widest = max(100 * c.error for c in checks)
+    if widest > _WIDEST:
+        axes.annotate(f"{widest:+.0f} %", (_WIDEST, y), (3, 0), textcoords="offset points", va="center", fontsize=_SMALL)
+
+
 def _write_means(axes: Axes, shown: Sequence[Check], places: Mapping[str, float], headings: Mapping[str, float]) -> None:
     """Write the mean errors of iterations to the right, beside them those of what was kept back."""
-    columns = {KEPT_BACK: 1.14, KNOWN: 1.02, NEW: 1.02, BLIND: 1.02}
 
-    def write(x: float, y: float, text: str, weight: str = "normal") -> None:
-        axes.text(x, y, text, transform=axes.get_yaxis_transform(), fontsize=6.5, va="center", weight=weight)
+    def write(group: str, y: float, text: str, weight: str = "normal") -> None:
+        right = 38 if group == KEPT_BACK else 6  # points
+        at = axes.get_yaxis_transform()
+        axes.annotate(
+            text, (1, y), (right, 0), at, "offset points", annotation_clip=False, va="center", fontsize=_SMALL, weight=weight
+        )
 
     for heading, where in headings.items():
         known = heading == _HEADINGS[KNOWN]
-        write(columns[KNOWN], where, "known" if known else "mean", "bold")
+        write(KNOWN, where, "known" if known else "mean", "bold")
         if known:
-            write(columns[KEPT_BACK], where, "kept back", "bold")
+            write(KEPT_BACK, where, "kept back", "bold")
     for title, group in dict.fromkeys((c.source, c.group) for c in shown):
         of = [c for c in shown if (c.source, c.group, c.phase) == (title, group, "iteration")]
         errors = [abs(c.error) for c in of if not c.calibrates]
         if errors:
-            write(columns[group], places[title], f"{100 * mean(errors):.0f} %")
+            write(group, places[title], f"{100 * mean(errors):.0f} %")
 
 
 def main(*, out: Path = Path("paper_figs"), docs: bool = False) -> None:

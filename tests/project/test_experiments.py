@@ -291,6 +291,10 @@ def test_blind_rows_are_predicted_before_they_are_measured(blind: Path, capsys: 
     source = published.read_source(path)
     assert [row.predicted.get("fits") for row in source.rows] == [True, False, False, None]
     assert {source.group_of(row) for row in source.rows} == {published.BLIND}
+    (blind / "known.toml").write_text(f'group = "kept back"\n{predicted}')
+    known = published.read_source(blind / "known.toml")
+    assert {known.group_of(row) for row in known.rows} == {published.KEPT_BACK}
+    (blind / "known.toml").unlink()
     assert source.rows[0].predicted["iteration"] == pytest.approx(source.simulate(source.rows[0]).iteration_seconds, rel=1e-5)
     assert published.checks([source]) == []
     published_blind.main(folder=blind)
@@ -384,11 +388,11 @@ def test_no_text_of_the_published_figure_lies_on_another() -> None:
     """Names, headings and numbers keep apart, and an error beyond the axis is written at its end."""
     names = [check(group, 1.0, 1 + i / 10) for group in published.GROUPS for i in range(3)]
     rows = [replace(c, source=f"a source with a long name, which ran on eight GPUs, {i}") for i, c in enumerate(names)]
-    figure = published.draw([*rows, check(published.BLIND, 1.0, 4.4, "longest_sequence")])
+    figure = published.draw([*rows, check(published.BLIND, 1.0), check(published.BLIND, 1.0, 4.4, "longest_sequence")])
     figure.draw_without_rendering()
     (axes,) = figure.axes
     texts = [text for text in [*axes.get_yticklabels(), *axes.texts, axes.xaxis.label] if text.get_text()]
-    assert "+340 % " in [text.get_text() for text in texts]
+    assert "+340 %" in [text.get_text() for text in texts]
     boxes = [text.get_window_extent() for text in texts]
     for i, box in enumerate(boxes):
         assert not box.count_overlaps([other.shrunk(0.98, 0.9) for other in boxes[:i]])

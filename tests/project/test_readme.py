@@ -15,7 +15,7 @@ from statistics import mean, median
 
 import pytest
 
-from autohete.answer.certainty import MODEL_ERROR
+from autohete.answer.certainty import MODEL_ERROR, MODEL_FACTOR
 from autohete.cli.app import app
 from autohete.policies import POLICIES, parse_policy
 from autohete.schedule.ids import KIND_MEANING
@@ -30,6 +30,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 HOW_TO = ROOT / "docs" / "how-to"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 NEGATIVE = ROOT / "docs" / "explanation" / "negative_results.md"
+MODEL = ROOT / "docs" / "explanation" / "model.md"
 PUBLISHED = ROOT / "paper_figs" / "published.csv"
 
 #: What a reader follows step by step: everything in their code blocks is looked at.
@@ -396,9 +397,11 @@ def test_the_scores_of_published_rows_are_those_written() -> None:
 
 
 def test_the_error_of_the_model_is_the_one_written() -> None:
-    """The page on `plan` states the error that its intervals have."""
+    """The pages on `plan` and on the model state the error that intervals have, and the factor of 90 % of the times."""
     stated = f"{100 * MODEL_ERROR:.0f} % on average for runs that nobody had looked at"
     assert stated in text(HOW_TO / "plan_and_buy.md")
+    assert stated in text(MODEL)
+    assert f"within a factor of {MODEL_FACTOR:.2f} of the prediction" in text(MODEL)
 
 
 def test_the_error_of_the_model_is_the_one_measured() -> None:
