@@ -11,6 +11,8 @@ from autohete.workload.optimizers import newton_schulz, orthogonalised, state_by
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
+#: Share of that rate in the small products of linear attention, of chunks of 64 tokens, and in triangular solves. Assumed.
+CHUNKED_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
