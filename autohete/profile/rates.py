@@ -50,6 +50,13 @@ class Rates:
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
         return max(arithmetic, traffic)
 
+    def _split_gemm_seconds(self, rows: float, columns: float, inner: float) -> float:
+        """The same where few tiles sum over much: the sum is split, so that all multiprocessors take part (CUTLASS, "Efficient
+        GEMM in CUDA", split-K, which cuBLAS chooses as well).
+        """
+        parts = max(1, round((self.multiprocessors or 1) * _TILE**2 / (rows * columns)))
+        return self._gemm_seconds(rows, columns, inner / parts, parts)
+
     def _attention_seconds(self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool) -> float:
         """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query."""
         speed = attention_speed(self.workload.attention, self.capability, sizes[1])

@@ -116,7 +116,7 @@ class _Roofline(Rates):
         """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks."""
         w = self.workload
         rows, columns, inner = w.loss_tokens, w.vocabulary_size, w.hidden_size
-        forward, backward = self._gemm_seconds(rows, columns, inner), self._gemm_seconds(rows, inner, columns)
+        forward, backward = self._gemm_seconds(rows, columns, inner), self._split_gemm_seconds(rows, inner, columns)
         backward += self._gemm_seconds(inner, columns, rows) * trained
         return w.tokens / rows * forward, w.tokens / rows * backward
 
