@@ -11,6 +11,7 @@ from autohete.hardware import Hardware
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies import System
 from autohete.profile import Profile
+from autohete.profile.attention import default_attention
 from autohete.workload import Kernels, Precision, Units, Workload
 from autohete.workload.config import model_names, read_model
 from autohete.workload.optimizers import Optimizer
@@ -118,11 +119,13 @@ class Abilities:
             raise InputError(f"has no {training.optimizer}: plan with optimizer {' or '.join(self.optimizers)}")
         if workload.precision not in self.precisions:
             raise InputError(f"has no {workload.precision}: plan with precision {' or '.join(self.precisions)}")
+        taken = default_attention(decided.hardware.gpu.compute_capability)
         refused = {
             "fp8 products": training.fp8,
             "adapters": training.lora is not None and not self.lora,
             "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
             "frozen lower blocks": training.last_blocks is not None,
+            "attention other than PyTorch's": workload.attention not in (None, taken),
             "documents within a sequence": workload.document_length is not None,
             "a loss in chunks": workload.chunked_loss and not self.chunked_loss,
             "that number of chunks of the loss": workload.loss_chunks is not None,

@@ -115,7 +115,7 @@ _RUNS_ON = {
 _UNKNOWN = 8.0
 
 
-def default_attention(capability: float | None, value_size: int) -> FusedAttention:
+def default_attention(capability: float | None, value_size: int = 128) -> FusedAttention:
     """What ``scaled_dot_product_attention`` of PyTorch 2.13 takes (``priority_order`` in ``sdp_utils.cpp``): cuDNN on Hopper
     and on Blackwell for data centres, if heads have at most 128 elements (``check_cudnn_tensor_shapes``), elsewhere
     FlashAttention 2, and before Ampere the memory-efficient kernel. Transformer Engine 2 prefers the same two.

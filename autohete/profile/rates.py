@@ -11,6 +11,8 @@ from autohete.workload.optimizers import newton_schulz, orthogonalised, state_by
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
+#: Share of that rate in the small products of linear attention, of chunks of 64 tokens, and in triangular solves. Assumed.
+CHUNKED_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
@@ -47,6 +49,13 @@ class Rates:
         operand = 1 if fp8 else self.element
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
         return max(arithmetic, traffic)
+
+    def _split_gemm_seconds(self, rows: float, columns: float, inner: float) -> float:
+        """The same where few tiles sum over much: the sum is split, so that all multiprocessors take part (CUTLASS, "Efficient
+        GEMM in CUDA", split-K, which cuBLAS chooses as well).
+        """
+        parts = max(1, round((self.multiprocessors or 1) * _TILE**2 / (rows * columns)))
+        return self._gemm_seconds(rows, columns, inner / parts, parts)
 
     def _attention_seconds(self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool) -> float:
         """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query."""

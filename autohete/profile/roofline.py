@@ -21,7 +21,7 @@ from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfi
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
-from autohete.profile.rates import Rates
+from autohete.profile.rates import CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
 from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, NormPlace, Product, gpt2_block
@@ -31,8 +31,6 @@ from autohete.workload.training import LAST
 
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
-#: Rate of linear attention's products, of chunks of 64 tokens, as a share of that of large ones. Assumed.
-_LINEAR_SHARE = 0.65
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -89,7 +87,7 @@ class _Roofline(Rates):
             return wide + deep, wide + 3 * deep
         flops = w.tokens * component.flash_flops(w.attended_tokens)
         if not isinstance(component, (Attention, LatentAttention)):
-            seconds = flops / (self.flops * _LINEAR_SHARE)
+            seconds = flops / (self.flops * CHUNKED_SHARE)
             return seconds, _ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
@@ -120,7 +118,7 @@ class _Roofline(Rates):
         """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks."""
         w = self.workload
         rows, columns, inner = w.loss_tokens, w.vocabulary_size, w.hidden_size
-        forward, backward = self._gemm_seconds(rows, columns, inner), self._gemm_seconds(rows, inner, columns)
+        forward, backward = self._gemm_seconds(rows, columns, inner), self._split_gemm_seconds(rows, inner, columns)
         backward += self._gemm_seconds(inner, columns, rows) * trained
         return w.tokens / rows * forward, w.tokens / rows * backward
 

@@ -7,17 +7,13 @@ from itertools import groupby
 
 from autohete.hardware import Gpu
 from autohete.profile.costs import LossProfile, SavedTensors, UnitProfile, within
-from autohete.profile.rates import Rates
+from autohete.profile.rates import CHUNKED_SHARE, Rates
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.table import TracedKernel, TracedSaved, TracedUnit, largest
 from autohete.workload.traced import TracedWorkload
 
 #: Kernels of a unit with the number of times that each runs.
 _Rows = Sequence[tuple[TracedKernel, int]]
-
-
-#: Elements of heads; a table does not have them.
-_HEAD_SIZES = (128, 128)
 
 
 class TracedRoofline(Rates):
@@ -79,9 +75,13 @@ class TracedRoofline(Rates):
         for row, count in rows:
             traffic += count * row.bytes.at(self.batch)
             accesses += count * row.accesses.at(self.batch)
-            if flops := row.fused_flops.at(self.batch):
-                keys, backward = self.traced.sequence_length, "backward" in row.kernel
-                seconds += count * self._attention_seconds(flops, _HEAD_SIZES, keys, backward=backward)
+            fused = row.fused_flops.at(self.batch)
+            if row.attention is None:
+                seconds += count * fused / (self.flops * CHUNKED_SHARE)
+            else:
+                query, value, keys = row.attention
+                backward = "backward" in row.kernel
+                seconds += count * self._attention_seconds(fused, (query, value), keys, backward=backward)
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
                 seconds += count * self._gemm_seconds(m, n, k, matrices)

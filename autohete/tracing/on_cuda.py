@@ -136,9 +136,9 @@ def touched(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> lis
     return [*read, *written]
 
 
-def attention_flops(name: str, args: Sequence[Any]) -> tuple[int, int]:
+def attention_flops(name: str, args: Sequence[Any]) -> tuple[int, int, tuple[int, int, int]]:
     """Model FLOPs of a fused attention, and those that it computes: five products where forward has two, and a causal mask
-    skips what it hides (Dao 2023).
+    skips what it hides (Dao 2023); with the elements of a query and of a value, and the keys of a query.
     """
     backward = name in _BACKWARD_ATTENTION
     q, k, v = args[backward : 3 + backward]
@@ -147,8 +147,9 @@ def attention_flops(name: str, args: Sequence[Any]) -> tuple[int, int]:
     )
     place = 11 if backward else 4 if "flash" in name else 6
     causal = len(args) > place and args[place] is True
-    share = causal_tokens(k.shape[-2]) / k.shape[-2] if causal else 1.0
-    return forward * (2 if backward else 1), round(forward * (2.5 if backward else 1) * share)
+    keys = causal_tokens(k.shape[-2]) if causal else k.shape[-2]
+    computed = round(forward * (2.5 if backward else 1) * keys / k.shape[-2])
+    return forward * (2 if backward else 1), computed, (q.shape[-1], v.shape[-1], round(keys))
 
 
 def is_attention(name: str) -> bool:

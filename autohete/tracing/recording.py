@@ -43,7 +43,7 @@ class RecordedCall:
         read, written: storages, by number.
         launches: kernels.
         accesses, size_bytes: elements that it reads and writes, and their size.
-        products, flops, fused_flops: see :class:`~autohete.workload.table.TracedKernel`.
+        products, flops, fused_flops, attention: see :class:`~autohete.workload.table.TracedKernel`.
         before_bytes, after_bytes: alive before it and after it.
     """
 
@@ -59,6 +59,7 @@ class RecordedCall:
     products: tuple[Sizes, ...]
     flops: int
     fused_flops: int
+    attention: tuple[int, int, int] | None
     before_bytes: int
     after_bytes: int
 
@@ -180,7 +181,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.backward:
             self._origins.append((sequence, len(self.calls), module))
         sizes = products(name, args, out)
-        flops, fused = attention_flops(name, args) if is_attention(name) else (solve_flops(name, args),) * 2
+        flops = fused = solve_flops(name, args)
+        attention: tuple[int, int, int] | None = None
+        if is_attention(name):
+            flops, fused, attention = attention_flops(name, args)
         moved = [] if sizes or (fused and not is_attention(name)) or name in NO_KERNEL else touched(name, *tensors)
         counts = [elements(tensor) for tensor in moved]
         mutated = tuple([self.storages.of(one) for one in _mutated(func, args)])
@@ -198,6 +202,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sizes,
                 flops,
                 fused,
+                attention,
                 before,
                 self._ledger.used_bytes,
             )

@@ -284,6 +284,7 @@ def _row(call: RecordedCall, prefix: str) -> dict[str, Any]:
         "products": [list(sizes) for sizes in call.products],
         "flops": call.flops,
         "fused_flops": call.fused_flops,
+        "attention": None if call.attention is None else list(call.attention),
     }
     given = {name: value for name, value in row.items() if value or (name == "launches" and value is not None)}
     return {"kernel": call.kernel, "module": _within(call.module, prefix), **given}

@@ -69,6 +69,8 @@ class TracedKernel:
         products: the matrix products that it computes.
         flops: FLOPs of a fused kernel, as model FLOPs count: without a causal mask, and backward twice forward.
         fused_flops: those that the fused kernel computes.
+        attention: of fused attention, the elements of a query and of a value, and the keys that a query is multiplied with, on
+            average.
     """
 
     kernel: str
@@ -80,6 +82,7 @@ class TracedKernel:
     products: tuple[ProductSizes, ...] = ()
     flops: Size = Growing(0)
     fused_flops: Size = Growing(0)
+    attention: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,22 @@ def test_a_refusal_leaves_an_existing_file_alone(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["x.json"]
 
 
+def test_attention_is_named_and_moves_the_time(tmp_path: Path) -> None:
+    """``--attention`` is shown and slower or faster; its figure of the hardware before says what to give instead."""
+    shape = ("--workload", "gpt-2b", "--sequence-length", "4096", "--batch-size", "1")
+    question = ("simulate", *shape, "--policy", "resident", "--hardware", "h100-pcie5")
+    slow, fast = (autohete(*question, "--attention", one, "--json") for one in ("triton", "cudnn"))
+    assert json.loads(slow.stdout)["iteration_seconds"] > json.loads(fast.stdout)["iteration_seconds"]
+    assert ", kernels fused, attention fa2" in autohete(*question, "--attention", "fa2").stdout
+    assert "have scores in memory" in refused(*question, "--attention", "fa2", "--kernels", "eager")
+    cure = "give gpu.compute_capability, such as 9.0"
+    assert cure in refused(*question, "--set", "gpu.attention_share=0.5")
+    path = tmp_path / "old.toml"
+    figure = '[gpu.attention_share]\nvalue = 0.5\nsource = "a test"\ndate = "2026"\n'
+    path.write_text('base = "h100-pcie5"\nname = "old"\ntitle = "Old"\n' + figure)
+    assert cure in refused("hardware", "check", str(path))
+
+
 def test_unknown_commands_are_refused() -> None:
     """A command that does not exist is refused in one line."""
     assert "simulte" in refused("simulte")
@@ -289,7 +305,7 @@ def test_both_commands_have_the_options_of_a_question() -> None:
     helps = [autohete(command, "--help").stdout for command in ("simulate", "plan")]
     for option in ("workload", "hidden", "blocks", "heads", "vocabulary", "sequence-length", "batch-size", "precision"):
         assert all(f"--{option} " in shown for shown in helps), option
-    for option in ("tied-embeddings", "kernels", "profile", "hardware", "set", "gpu-memory", "host-memory"):
+    for option in ("tied-embeddings", "kernels", "attention", "profile", "hardware", "set", "gpu-memory", "host-memory"):
         assert all(f"--{option} " in shown for shown in helps), option
     assert all("such as 16GiB; short for --set gpu.memory=16GiB" in shown for shown in helps)
 

@@ -22,6 +22,7 @@ from autohete.profile import analytic_profile
 from autohete.profile.attention import attention_speed, default_attention
 from autohete.workload import FusedAttention, Kernels, named_workload
 from autohete.workload.model import causal_tokens
+from autohete.workload.traced import traced_workload
 
 RATES = list(csv.DictReader((Path(__file__).parent / "attention_rates.csv").read_text(encoding="utf-8").splitlines()))
 
@@ -133,3 +134,27 @@ def test_attention_alone_differs() -> None:
     assert default[-1] == other[-1]
     assert default[1].forward_seconds < other[1].forward_seconds
     assert default[1].backward_seconds < other[1].backward_seconds
+
+
+@pytest.mark.slow
+def test_a_traced_model_has_the_same_attention() -> None:
+    """The rows of a traced Llama name sizes of heads and keys, and take the time of the family's attention."""
+    from autohete import tracing
+
+    keys = round(causal_tokens(2048))
+    model = "llama:num_hidden_layers=1,hidden_size=512,num_attention_heads=4,num_key_value_heads=4,vocab_size=64"
+    table = tracing.trace(model, sequence_length=2048)
+    rows = [row for row in (*table.unit(1).forward, *table.unit(1).backward) if row.fused_flops.at(1)]
+    assert [row.attention for row in rows] == [(128, 128, keys)] * 2
+    hardware, traced = load_hardware("h100-pcie5"), traced_workload(table)
+    flops = 4 * 2048 * keys * 512 / (hardware.gpu.peak_16bit_flops * hardware.gpu.gemm_efficiency)
+    for one in (FusedAttention.FA2, FusedAttention.FA3):
+        unit, without = (
+            analytic_profile(replace(traced, attention=each), hardware).units[1] for each in (one, FusedAttention.FA1)
+        )
+        for backward, times in ((False, 1), (True, 2.5)):
+            fast, slow = (
+                attention_speed(each, 9.0, 128).slowdown(128, keys, backward=backward) for each in (one, FusedAttention.FA1)
+            )
+            seconds = [each.backward_seconds if backward else each.forward_seconds for each in (unit, without)]
+            assert seconds[1] - seconds[0] == pytest.approx(traced.batch_size * flops * times * (slow - fast), rel=1e-3)

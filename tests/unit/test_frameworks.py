@@ -25,7 +25,7 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.schedule import HOST_MEMORY
 from autohete.simulate import simulate_plan, simulate_policy
-from autohete.workload import Precision, Units, Workload
+from autohete.workload import FusedAttention, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -60,6 +60,7 @@ RUN_BY = [
     ("resident", replace(LLAMA, training=Training(Lora(8))), "llamafactory trainer"),
     ("resident", replace(LLAMA, training=Training(Lora(8, quantised=True))), "llamafactory"),
     ("resident", replace(LLAMA, units=Units.SUBLAYER), ""),
+    ("resident", replace(LLAMA, attention=FusedAttention.TRITON), ""),
     ("autohete", TINY, "trainer"),
 ]
 
