@@ -143,7 +143,7 @@ def test_checkpointing_keeps_inputs_of_blocks(case: str, monkeypatch: pytest.Mon
     """
     lora, autocast = CASES[case]
     profile, whole = profiled(lora), model(lora)
-    whole.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    whole.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(0, 1000, (BATCH, SEQUENCE))
     counter = Counter()
     with counter, under_autocast(autocast, monkeypatch):
