@@ -14,7 +14,7 @@ from autohete.errors import InputError, check_fields
 from autohete.workload import FusedAttention, Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Lora, Training
+from autohete.workload.training import Adapters, Lora, Training
 
 if TYPE_CHECKING:
     from autohete.hardware import Hardware
@@ -38,7 +38,9 @@ _OptimizerName = Literal[
     "muon_pure_bf16",
 ]
 #: Options that together are one field of ``Workload``.
-_TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "train_last")
+_TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "adapters", "prepared", "train_last")
+#: Those that describe adapters.
+_OF_ADAPTERS = ("lora_targets", "qlora", "adapters", "prepared")
 #: Options that are short for a hardware figure.
 SHORT_FOR = {"gpu-memory": "gpu.memory", "host-memory": "host.memory", "pinned-memory": "host.pinned_memory"}
 
@@ -111,6 +113,12 @@ class Shape:
         Linear layers that have adapters: all, attention, mlp, or names such as q_proj,v_proj.
     qlora:
         Keep linear layers of blocks in 4 bits (NF4); needs --lora.
+    adapters:
+        How adapters are held: plain (as other trained parameters), cast (PEFT: in fp32, with inputs cast to it) or autocast
+        (the same under autocast, as in transformers' Trainer with bf16; the default with its kernels).
+    prepared:
+        Embedding, head, norms and the residual stream are in fp32 (PEFT's prepare_model_for_kbit_training); the default with
+        --qlora under autocast.
     train_last:
         Train only this many of the last transformer blocks, and the head; all other parameters are frozen.
     """
@@ -135,6 +143,8 @@ class Shape:
     lora: Whole | None = None
     lora_targets: str | None = None
     qlora: bool | None = None
+    adapters: Adapters | None = None
+    prepared: bool | None = None
     train_last: Whole | None = None
 
     def __post_init__(self) -> None:
@@ -157,13 +167,17 @@ class Shape:
     def training(self) -> Training:
         """Return how the model is trained."""
         optimizer, fp8 = Optimizer(self.optimizer or Optimizer.ADAMW), self.precision == "fp8"
-        if self.lora is None and (self.lora_targets is not None or self.qlora):
-            option = "--lora-targets" if self.lora_targets is not None else "--qlora"
-            raise InputError(f"{option} describes adapters, but there are none: give --lora RANK as well, such as --lora 16")
+        described = next((name for name in _OF_ADAPTERS if getattr(self, name)), None)
+        if self.lora is None and described:
+            raise InputError(
+                f"--{described.replace('_', '-')} describes adapters, but there are none: give --lora RANK as well, such as "
+                "--lora 16"
+            )
         if self.lora is None:
             return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8)
         targets = tuple(name.strip() for name in ("all" if self.lora_targets is None else self.lora_targets).split(","))
-        return Training(Lora(self.lora, targets, bool(self.qlora)), self.train_last, optimizer, fp8)
+        lora = Lora(self.lora, targets, bool(self.qlora), self.adapters, self.prepared)
+        return Training(lora, self.train_last, optimizer, fp8)
 
     def workload(self, name: str | None, model: str | None = None) -> Workload:
         """Return the named workload, or the model of a ``config.json``, with these figures changed; without either, one of this

@@ -4,6 +4,9 @@ An adapter is computed as PEFT does it (00336949, ``tuners/lora/layer.py``, ``Li
 in two products and two elementwise kernels; in backward the gradient is scaled, and that of ``x`` is added to the base one. A
 weight in NF4 is dequantised in every pass that uses it, as bitsandbytes does (``autograd/_functions.py``, ``MatMul4Bit``): its
 bytes are read and 16 bit (or fp32) written, in three kernels with double quantisation.
+
+What adapters keep depends on how they are held (:class:`~autohete.workload.training.Adapters`): the result of A, and if their
+input is cast, a copy of it in each layer, and under autocast one of A and B.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import astuple, dataclass
 
 from autohete.workload import Workload
 from autohete.workload.model import Product
-from autohete.workload.training import NF4_BYTES
+from autohete.workload.training import LAST, NF4_BYTES, Adapters, LinearLayer
 
 #: Elementwise accesses of an adapter: to its result in forward and in backward, to its input in backward, per element.
 _RESULT_FORWARD, _RESULT_BACKWARD, _INPUT_BACKWARD = 5, 2, 3
@@ -39,6 +42,28 @@ class Additions:
         return Additions(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
+def shares_input(workload: Workload, layer: LinearLayer) -> bool:
+    """Whether an adapter keeps the input of its layer as it is, rather than a copy in another format."""
+    if workload.adapters is Adapters.PLAIN:
+        return True
+    if workload.adapters is Adapters.CAST or not (workload.training.lora and workload.training.lora.quantised):
+        return False
+    return not workload.is_prepared or (layer.mixes and layer.row == LAST)  # attention returns 16 bits
+
+
+def _kept_bytes(workload: Workload, layers: tuple[LinearLayer, ...]) -> int:
+    """Bytes that the adapters of ``layers`` keep, besides inputs that they share."""
+    assert workload.training.lora is not None
+    element, rank = workload.precision.element_bytes, workload.training.lora.rank
+    wide = 4 if workload.adapters is Adapters.CAST else element
+    kept = wide * workload.tokens * rank * sum(layer.shape.rows for layer in layers)
+    copied = [layer.shape for layer in layers if not shares_input(workload, layer)]
+    kept += wide * workload.tokens * sum(shape.rows * shape.inner for shape in copied)
+    if workload.adapters is Adapters.AUTOCAST:
+        kept += element * sum(product.parameters for layer in layers for product in layer.adapter_products(rank))
+    return kept
+
+
 def additions(
     workload: Workload, unit: int, product_seconds: Callable[[Product], tuple[float, float]], bandwidth: float
 ) -> Additions:
@@ -54,7 +79,6 @@ def additions(
     times = [product_seconds(product) for product in workload.adapter_products(unit)]
     results = sum(layer.shape.rows * layer.shape.columns for layer in layers)
     inputs = sum(layer.shape.rows * layer.shape.inner for layer in layers)
-    rank = workload.training.lora.rank if workload.training.lora else 0
     traffic = element * tokens / bandwidth
     quantised = workload.linear_layers(unit) if workload.quantised_parameters(unit) else ()
     dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
@@ -65,7 +89,7 @@ def additions(
         + dequantised,
         forward_kernels=_KERNELS[0] * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
         backward_kernels=_KERNELS[1] * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
-        kept_bytes=element * tokens * rank * sum(layer.shape.rows for layer in layers),
+        kept_bytes=_kept_bytes(workload, layers) if layers else 0,
         # One matrix at a time.
         workspace_bytes=max((element * layer.shape.columns * layer.shape.inner for layer in quantised), default=0),
     )

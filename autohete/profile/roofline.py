@@ -15,10 +15,18 @@ from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
-from autohete.profile.adapters import PEFT_MODULES, PEFT_OPERATIONS, additions
+from autohete.profile.adapters import PEFT_MODULES, PEFT_OPERATIONS, additions, shares_input
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
-from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
+from autohete.profile.kernels.decoders import (
+    INPUT_ROWS,
+    TRANSFORMERS_HEAD,
+    both_parts,
+    decoder_part,
+    frozen_part,
+    norm_part,
+    widened_part,
+)
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.rates import CHUNKED_SHARE, Rates
@@ -31,6 +39,11 @@ from autohete.workload.training import LAST
 
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 _ATTENTION_BACKWARD = 2.5
+
+#: Transformer Engine casts weights in each forward, and keeps the result and its transpose for backward; of inputs it keeps
+#: the transpose (2.x, ``pytorch/module/linear.py``: ``get_weight_workspace``, without a cache unless ``is_first_microbatch`` is
+#: given, and ``update_usage`` of ``weightmat`` and ``inputmat``). Bytes of a parameter, and of an element of an input.
+_FP8_COPIES, _FP8_INPUT = 2, 1
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -134,16 +147,20 @@ class _Roofline(Rates):
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
         w, block = self.workload, self.workload.block(unit)
-        frozen, adapted = not w.trains_base(unit), w.adapted_layers(unit)
+        frozen, adapted = not w.trains_base(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
         if block == gpt2_block(w.hidden_size, w.heads):
             part = self.kernels.part(w.role(unit))
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
-            return without_inputs(part, {name for names in GPT2_ROWS.values() for name in names} - used) if frozen else part
+            every = {name for names in GPT2_ROWS.values() for name in names}
+            return without_inputs(part, every - used) if frozen or self._casts_inputs(unit) else part
         eager, flash = self.kernels.eager, self.kernels.flash
         parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
         if frozen:
             used_by = [{layer.row for layer in adapted if layer.mixes is (one is block.mixer)} for one in w.components(unit)]
-            parts = [without_inputs(part, INPUT_ROWS - used) for part, used in zip(parts, used_by, strict=True)]
+            parts = [frozen_part(without_inputs(part, INPUT_ROWS - used)) for part, used in zip(parts, used_by, strict=True)]
+            parts = [widened_part(part) for part in parts] if w.is_prepared else parts
+        elif self._casts_inputs(unit):
+            parts = [without_inputs(part, INPUT_ROWS) for part in parts]
         part = both_parts(*parts) if len(parts) == 2 else parts[0]
         return leaned(part) if self.kernels.lean else part
 
@@ -167,6 +184,7 @@ class _Roofline(Rates):
     def unit(self, unit: int) -> UnitProfile:
         w, element, role = self.workload, self.element, self.workload.role(unit)
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
+        stream_bytes = w.stream_bytes * w.tokens * w.hidden_size  # the same as it is handed from block to block
         parameters = w.unit_parameters(unit)
         saved: tuple[SavedTensors, ...] = ()
         shorter: float | None = None
@@ -185,7 +203,7 @@ class _Roofline(Rates):
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
             frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
-            activations = hidden_bytes * (1 if frozen else 2)  # the norm's input and the projection's
+            activations = self._head_kept_bytes(unit, frozen)
             gemm, gemm_backward = self._head_seconds(trained=not frozen)
             forward_host, backward_host = self._host_seconds(2), self._host_seconds(4, backward=True)
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2, forward_host)
@@ -210,12 +228,13 @@ class _Roofline(Rates):
                 backward_host,
             )
             saved = self._saved(unit, part, scores, round(added.kept_bytes))
-            activations = min(self._kept_bytes(part, scores), hidden_bytes) + sum(one.size_bytes for one in saved)
+            saved += self._saved_in_fp8(unit)
+            activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
-                (part.forward_workspace - 1) * hidden_bytes + added.workspace_bytes,
-                (part.backward_workspace - 2) * hidden_bytes
+                (part.forward_workspace - 1) * stream_bytes + added.workspace_bytes,
+                (part.backward_workspace - 2) * stream_bytes
                 + part.backward_score_workspace * element * scores
                 + added.workspace_bytes,
             )
@@ -227,7 +246,7 @@ class _Roofline(Rates):
             forward_seconds=forward,
             backward_seconds=backward,
             gpu_update_seconds=update,
-            input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else hidden_bytes)),
+            input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else stream_bytes)),
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
             backward_workspace_bytes=round(workspaces[1]),
@@ -258,6 +277,35 @@ class _Roofline(Rates):
         layers = len(w.linear_layers(unit)) + PEFT_MODULES * len(w.adapted_layers(unit))
         return (block.mixer in parts) + of_components + layers
 
+    def _casts_inputs(self, unit: int) -> bool:
+        """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""
+        return self.workload.training.fp8 and not self.kernels.lean and self.workload.trains_base(unit)
+
+    def _saved_in_fp8(self, unit: int) -> tuple[SavedTensors, ...]:
+        """What Transformer Engine's products keep in 8 bits: copies of weights, and inputs."""
+        w = self.workload
+        if not w.training.fp8 or self.kernels.lean:
+            return ()
+        h = w.hidden_size
+        products = [product for part in w.components(unit) for product in part.products(h)]
+        layers = [layer.shape for layer in w.linear_layers(unit)] if self.kernels.eager else products
+        inputs = w.tokens * sum(one.rows * one.inner for one in layers) * self._casts_inputs(unit)
+        weights = SavedTensors("weights_in_fp8", _FP8_COPIES * sum(one.parameters for one in products))
+        return (weights, SavedTensors("inputs_in_fp8", round(_FP8_INPUT * inputs))) if inputs else (weights,)
+
+    def _head_kept_bytes(self, unit: int, frozen: bool) -> float:
+        """What the head keeps: the input of its norm and, if its matrix is not ``frozen``, that of the projection. Under
+        autocast a frozen matrix in fp32 is cast, and backward needs the 16-bit copy.
+        """
+        w = self.workload
+        input_bytes = self.element * w.tokens * w.hidden_size
+        if w.architecture is None or not self.kernels.eager:
+            kept: float = input_bytes
+        else:
+            norm = norm_part(w.architecture.blocks[0], w.hidden_size, w.architecture.final_norm)
+            kept = self._kept_bytes(norm if w.trains_base(unit) else frozen_part(norm), 0)
+        return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
+
     def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:
         """Time of a recomputation that stops at the last tensor that backward needs. An operation's inputs are saved before it
         runs (``pack_hook`` of ``_recomputation_hook`` in torch/utils/checkpoint.py), so a product that is the last is left out.
@@ -286,7 +334,7 @@ class _Roofline(Rates):
     def _saved(self, unit: int, part: Part, scores: int, added_bytes: int) -> tuple[SavedTensors, ...]:
         """What ``part`` keeps besides its input, tensor by tensor, and ``added_bytes`` of adapters and loops."""
         w, found, names = self.workload, [], Counter[str]()
-        input_bytes = self.element * w.tokens * w.hidden_size
+        input_bytes = w.stream_bytes * w.tokens * w.hidden_size
         for one in part.saved():
             size = round(self._kept_bytes(one.kept, scores))
             there = min(size, input_bytes) if one.again is None else 0

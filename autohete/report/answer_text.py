@@ -163,6 +163,9 @@ def _memory(answer: Answer) -> Iterator[str]:
     for budget in answer.budgets:
         used = "-" if budget.used_bytes is None else format_bytes(budget.used_bytes)
         yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
+    reserved = answer.best.summary.gpu_reserved_bytes if answer.best is not None else None
+    if reserved is not None:
+        yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used"
     if answer.profile.hardware.gpus > 1:
         yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:

@@ -12,7 +12,7 @@ from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
 from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer, has_masters
-from autohete.workload.training import FULL, NF4_BYTES, LinearLayer, Training, is_target, linear_layers
+from autohete.workload.training import FULL, NF4_BYTES, Adapters, LinearLayer, Training, is_target, linear_layers
 
 #: Characters.
 LONGEST_NAME = 200
@@ -212,6 +212,20 @@ class Workload(Hashed):
                 "more blocks"
             )
 
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        lora = self.training.lora
+        if lora is None:
+            return
+        if not self.precision.is_mixed and (lora.adapters or lora.prepared):
+            raise InputError(f"{lora}: in fp32 nothing is cast; leave adapters and prepared out, or train in bf16")
+        if lora.prepared and not (lora.quantised and self.adapters is Adapters.AUTOCAST):
+            raise InputError(
+                f"{lora}: a model is prepared for training with a base in NF4, under autocast; make it quantised with "
+                f"adapters {Adapters.AUTOCAST}, or leave prepared out"
+            )
+
     def _check_documents(self) -> None:
         if self.document_length is None:
             return
@@ -254,6 +268,28 @@ class Workload(Hashed):
     def has_masters(self) -> bool:
         """Whether what is trained has fp32 or bf16 master weights; without them parameters are updated as they are."""
         return self.precision.is_mixed and has_masters(self.training.optimizer)
+
+    @property
+    def adapters(self) -> Adapters:
+        """How adapters are held; the default is that of PEFT for what ``transformers`` trains in mixed precision."""
+        lora = self.training.lora
+        if lora is not None and lora.adapters is not None:
+            return lora.adapters
+        eager = self.kernels in (Kernels.EAGER, Kernels.EAGER_FLASH)
+        return Adapters.AUTOCAST if lora is not None and eager and self.has_masters else Adapters.PLAIN
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether what is neither quantised nor an adapter is in fp32, with the residual stream; see ``Lora.prepared``."""
+        lora = self.training.lora
+        if lora is None or lora.prepared is not None:
+            return lora is not None and bool(lora.prepared)
+        return lora.quantised and self.adapters is Adapters.AUTOCAST
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes per element of what one block hands to the next."""
+        return 4 if self.is_prepared else self.precision.element_bytes
 
     @property
     def unit_count(self) -> int:
@@ -364,10 +400,10 @@ class Workload(Hashed):
     def frozen_bytes(self, unit: int) -> int | None:
         """Bytes of the frozen parameters; None: they are held in the format that the GPU computes with."""
         quantised = self.quantised_parameters(unit)
-        if not quantised:
+        if not quantised and not self.is_prepared:
             return None
         others = self.frozen_parameters(unit) - quantised
-        return others * self.precision.element_bytes + math.ceil(quantised * NF4_BYTES)
+        return others * self.stream_bytes + math.ceil(quantised * NF4_BYTES)
 
     def quantised_parameters(self, unit: int) -> int:
         """Parameters of the unit's linear layers, if they are quantised; 0 for embedding and head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 
 from autohete.errors import InputError, check_fields, unknown_name
@@ -31,23 +32,43 @@ NF4_BYTES = (4 + Fraction(8, 64) + Fraction(32, 64 * 256)) / 8
 _LARGEST_RANK = 65_536
 
 
+class Adapters(StrEnum):
+    """How adapters of a 16-bit model are held, and what they keep of their inputs.
+
+    ``PLAIN``: like all trained parameters; layers with one input share it (torchtune, LitGPT). PEFT holds them in fp32
+    (``autocast_adapter_dtype``), without masters, which takes as many bytes in all as 16 bits, a 16-bit gradient and a master.
+    ``CAST``: each layer casts its input to fp32 and keeps it (PEFT 0.21, ``Linear.forward`` in ``tuners/lora/layer.py``).
+    ``AUTOCAST``: the same under ``torch.autocast``, as ``transformers``' ``Trainer(bf16=True)`` runs it: each layer keeps a
+    16-bit copy of its input and of the adapter. Linear layers in NF4 do not cast their input there (``tuners/lora/bnb.py``), so
+    they share it.
+    """
+
+    PLAIN = "plain"
+    CAST = "cast"
+    AUTOCAST = "autocast"
+
+
 @dataclass(frozen=True, slots=True)
 class Lora:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), as PEFT adds them: ``x A B`` beside ``x W`` of a linear layer.
 
-    The base is frozen, embedding, norms and head included; adapters have no bias and no dropout. They are held and updated like
-    any trained parameter of the workload's precision: in 16 bit with an fp32 master, where PEFT by default holds them in fp32.
+    The base is frozen, embedding, norms and head included; adapters have no bias and no dropout.
 
     Args:
         rank: columns of A and rows of B.
         targets: the linear layers that have adapters: ``all``, ``attention``, ``mlp``, or names such as ``q_proj``. ``all`` are
             those of blocks without routers, as PEFT's ``all-linear``; each expert counts as linear layers of its own.
         quantised: the linear layers of blocks are held in NF4 and dequantised before each use (QLoRA).
+        adapters: see :class:`Adapters`. None: ``AUTOCAST`` if ``transformers``' kernels train with masters, else ``PLAIN``.
+        prepared: embedding, head and norms are held in fp32, and so is the residual stream (PEFT's
+            ``prepare_model_for_kbit_training``, which trl calls). None: if adapters are under autocast and the base quantised.
     """
 
     rank: int
     targets: tuple[str, ...] = ("all",)
     quantised: bool = False
+    adapters: Adapters | None = None
+    prepared: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,7 +82,9 @@ class Lora:
 
     def __str__(self) -> str:
         quantised = ", base in NF4" if self.quantised else ""
-        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}"
+        adapters = f", adapters {self.adapters}" if self.adapters else ""
+        prepared = "" if self.prepared is None else f", {'' if self.prepared else 'not '}prepared"
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +97,7 @@ class Training:
             head: its norm, and its matrix unless that is the embedding's. Everything below is frozen. None: all are trained.
         optimizer: see :class:`~autohete.workload.optimizers.Optimizer`.
         fp8: products with the weights of blocks are computed in 8 bit, from operands that are cast before each (Transformer
-            Engine's ``fp8_autocast``). All values that rest or are copied stay in 16 bit, activations included.
+            Engine's ``fp8_autocast``), and backward needs 8-bit copies of weights and inputs. All other values stay in 16 bit.
         early_stop: the recomputation of a block ends when all that backward needs is there (``torch.utils.checkpoint`` with
             ``use_reentrant=False``), which leaves out the last product of a dense block without dropout.
     """

@@ -34,7 +34,7 @@ from autohete.workload import Kernels, Precision, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Activation, Architecture, Attention, Block, Mlp, Norm, Product
 from autohete.workload.optimizers import Optimizer, newton_schulz, state_bytes
-from autohete.workload.training import Lora, Training
+from autohete.workload.training import Adapters, Lora, Training
 
 LLAMA = read_model("llama-3.1-8b")
 NODE = load_hardware("rtx4090-workstation")
@@ -181,6 +181,35 @@ def test_frozen_inputs_are_not_kept() -> None:
     element, tokens = 2, LLAMA.tokens
     assert everywhere - queries == element * tokens * (4096 + 14336 + 6)  # inputs of the MLP's products; results of A
     assert queries == nowhere
+
+
+def test_the_default_of_adapters_is_that_of_peft_under_autocast() -> None:
+    """With transformers' kernels and masters adapters are under autocast, and a base in NF4 is prepared; else plain."""
+    nf4 = replace(LLAMA, training=Training(Lora(8, quantised=True)))
+    assert (nf4.adapters, nf4.is_prepared, nf4.stream_bytes) == (Adapters.PLAIN, False, 2)
+    eager = replace(nf4, kernels=Kernels.EAGER_FLASH)
+    assert (eager.adapters, eager.is_prepared, eager.stream_bytes) == (Adapters.AUTOCAST, True, 4)
+    assert eager.frozen_bytes(0) == 4 * 128256 * 4096
+    without_masters = replace(eager, training=replace(eager.training, optimizer=Optimizer.ADAMW_PURE_BF16))
+    assert (without_masters.adapters, without_masters.is_prepared) == (Adapters.PLAIN, False)
+    assert replace(eager, training=Training(Lora(8))).is_prepared is False
+    assert Shape(lora=8, qlora=True, adapters=Adapters.CAST, prepared=False).training().lora == Lora(
+        8, quantised=True, adapters=Adapters.CAST, prepared=False
+    )
+
+
+def test_adapters_keep_copies_of_their_inputs() -> None:
+    """Two layers with one input keep it once if adapters are plain, twice under autocast, twice in fp32 if it is cast."""
+    targets = ("q_proj", "v_proj")
+    plain, autocast, cast = (
+        analytic_profile(replace(LLAMA, kernels=Kernels.EAGER_FLASH, training=Training(Lora(8, targets, adapters=each))), NODE)
+        .units[1]
+        .activation_bytes
+        for each in (Adapters.PLAIN, Adapters.AUTOCAST, Adapters.CAST)
+    )
+    h, kv, tokens = 4096, 1024, LLAMA.tokens
+    assert autocast - plain == 2 * tokens * h + 2 * (8 * (h + h) + 8 * (h + kv))  # and 16-bit copies of A and B
+    assert cast - plain == tokens * ((2 * 4 - 2) * h + 2 * (4 - 2) * 8)
 
 
 @pytest.mark.slow
@@ -369,12 +398,16 @@ def test_an_answer_names_its_optimizer(optimizer: Optimizer) -> None:
 
 
 def test_fp8_halves_the_time_of_large_products() -> None:
-    """On an H100 the products of blocks take half as long, less their casts; memory stays, and the head's products, too."""
+    """On an H100 the products of blocks take half as long, less their casts; two 8-bit copies of their weights are kept, and
+    inputs in 8 bits instead of 16. The head's products stay.
+    """
     node, wide = load_hardware("h100-pcie5"), replace(LLAMA, batch_size=4, sequence_length=4096)
     plain, fp8 = (analytic_profile(replace(wide, training=Training(fp8=one)), node) for one in (False, True))
     assert 0.5 < fp8.units[1].forward_seconds / plain.units[1].forward_seconds < 0.75
     assert 0.5 < fp8.units[1].backward_seconds / plain.units[1].backward_seconds < 0.75
-    assert fp8.units[1].activation_bytes == plain.units[1].activation_bytes
+    weights, h, m = 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336, 4096, 14336
+    inputs = wide.tokens * ((3 * h + m) - 2 * (2 * h + m))  # attention keeps its result in 16 bits in any case
+    assert fp8.units[1].activation_bytes - plain.units[1].activation_bytes == 2 * weights + inputs
     assert fp8.units[-1] == plain.units[-1]
     assert fp8.units[0] == plain.units[0]
 
@@ -421,6 +454,13 @@ def test_a_window_is_not_widened_by_documents() -> None:
     [
         (Shape(qlora=True), "--qlora describes adapters.*--lora 16"),
         (Shape(lora_targets="all"), "--lora-targets describes adapters"),
+        (Shape(adapters=Adapters.CAST), "--adapters describes adapters"),
+        (Shape(lora=8, prepared=True), "prepared for training with a base in NF4, under autocast; make it quantised"),
+        (
+            Shape(lora=8, qlora=True, prepared=True, kernels=Kernels.FUSED),
+            "under autocast; make it quantised with adapters autocast",
+        ),
+        (Shape(lora=8, adapters=Adapters.PLAIN, precision="fp32"), "in fp32 nothing is cast.*train in bf16"),
         (Shape(lora=0), "rank of LoRA is 0"),
         (Shape(lora=8, lora_targets="q_projj"), "unknown target of LoRA 'q_projj'.*did you mean 'q_proj'"),
         (Shape(lora=8, lora_targets="q_proj,q_proj"), "each once"),

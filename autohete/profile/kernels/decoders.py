@@ -85,6 +85,33 @@ def both_parts(first: Part, second: Part) -> Part:
     )
 
 
+def norm_part(block: Block, hidden_size: int, norm: Norm) -> Part:
+    """A norm by itself, as ``transformers`` runs it, in a model of such blocks."""
+    return Part((_Eager(block, hidden_size, True).norm(_NORM, hidden_size, norm),))
+
+
+def frozen_part(part: Part) -> Part:
+    """``part`` with frozen norms: those of a kernel per operation keep what is multiplied by the weights only for the weights'
+    gradient (``LlamaRMSNorm``: in 16 bit after the cast, ``Olmo2RMSNorm``: in fp32 before it).
+    """
+
+    def without_scaled(one: Operation) -> Operation:
+        return replace(one, kept=0, kept_fp32=one.kept_fp32 - (not one.kept and one.kept_fp32) / 2) if one.kept_fp32 else one
+
+    operations = (without_scaled(one) if one.name.startswith(_NORM) else one for one in part.operations)
+    return replace(part, operations=tuple(operations))
+
+
+def widened_part(part: Part) -> Part:
+    """``part`` where norms and the residual stream are in fp32, under autocast: products and attention alone get casts to 16
+    bit (PyTorch's lists of operations for autocast), and a linear layer in NF4 returns its result as it got its input
+    (bitsandbytes, ``nn/modules.py``: ``Linear4bit.forward``).
+    """
+    narrow = {*INPUT_ROWS, "flash attention", "copy of the result", "repeated keys and values", _CORE}
+    wide = (one if one.name in narrow else replace(one, kept=0, kept_fp32=one.kept_fp32 + one.kept) for one in part.operations)
+    return replace(part, operations=tuple(wide))
+
+
 def _places(place: NormPlace) -> tuple[int, int]:
     """How many norms there are before and after."""
     return int(place is not NormPlace.AFTER), int(place is not NormPlace.BEFORE)

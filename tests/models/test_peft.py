@@ -1,0 +1,155 @@
+"""What transformers' models with PEFT's adapters keep for backward, against real trainings of a small one on the CPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+from support.counting import Counter  # noqa: E402
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+
+from autohete.hardware import load_hardware  # noqa: E402
+from autohete.profile import Profile, analytic_profile  # noqa: E402
+from autohete.workload import Kernels, Workload  # noqa: E402
+from autohete.workload.config import parse_model  # noqa: E402
+from autohete.workload.training import Adapters, Lora, Training  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+BATCH, SEQUENCE, HIDDEN, HEAD = 2, 32, 64, 16
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 224,
+    "num_attention_heads": HIDDEN // HEAD,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TWO = ("q_proj", "v_proj")
+#: Each training: its description, and whether it runs under autocast.
+CASES: dict[str, tuple[Lora | None, bool]] = {
+    "full": (None, False),
+    "under autocast": (Lora(8), True),
+    "under autocast, two layers": (Lora(8, TWO), True),
+    "cast": (Lora(8, adapters=Adapters.CAST), False),
+    "16 bit": (Lora(8, adapters=Adapters.PLAIN), False),
+    "NF4 under autocast": (Lora(8, quantised=True, prepared=False), True),
+    "NF4 cast": (Lora(8, quantised=True, adapters=Adapters.CAST), False),
+    "NF4 prepared": (Lora(8, quantised=True), True),
+    "NF4 prepared, two layers": (Lora(8, TWO, quantised=True), True),
+}
+
+
+def profiled(lora: Lora | None) -> Profile:
+    plain = parse_model({"model_type": "llama", **SIZES}, "small")
+    shape: dict[str, Any] = {"sequence_length": SEQUENCE, "batch_size": BATCH, "kernels": Kernels.EAGER_FLASH}
+    workload: Workload = replace(plain, **shape, training=Training(lora))
+    return analytic_profile(workload, load_hardware("a100-40gb-epyc7713"))
+
+
+def model(lora: Lora | None) -> Any:
+    """The same model in bf16, as a user would make it with transformers, bitsandbytes and PEFT."""
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="sdpa")
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if lora is None:
+        return made
+    if lora.quantised:
+        for block in made.model.layers:
+            for part in (block.self_attn, block.mlp):
+                for name, layer in list(part.named_children()):
+                    if isinstance(layer, torch.nn.Linear):
+                        nf4 = bitsandbytes.nn.Linear4bit(
+                            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                        )
+                        nf4.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+                        setattr(part, name, nf4.to("cpu"))
+        made.is_loaded_in_4bit = True
+        if lora.prepared is None and lora.adapters is None:
+            made = peft.prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
+    config = peft.LoraConfig(r=lora.rank, target_modules=list(ALL if lora.targets == ("all",) else lora.targets))
+    return peft.get_peft_model(made, config, autocast_adapter_dtype=lora.adapters is not Adapters.PLAIN).train()
+
+
+@contextmanager
+def under_autocast(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Autocast on the CPU, which ``torch.is_autocast_enabled()`` reports as PEFT sees it on a GPU."""
+    original = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: original(*(device or ("cpu",))))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        yield
+
+
+def kept_bytes(module: Any, compute: Callable[[], Any]) -> int:
+    """Bytes of the storages that are saved for backward, without parameters, inverse deviations of norms, and the angles that
+    all blocks share.
+    """
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    small = ((BATCH, SEQUENCE, 1), (1, 1, SEQUENCE, HEAD))
+    own = (each for key, each in kept.items() if key not in parameters and tuple(each.shape) not in small)
+    return sum(each.untyped_storage().nbytes() for each in own)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_and_head_keep_as_many_bytes_as_in_a_real_training(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, whatever the format of adapters and base; and what one block hands to the next has the same size."""
+    lora, autocast = CASES[case]
+    profile, whole = profiled(lora), model(lora)
+    base = (whole if lora is None else whole.get_base_model()).model
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=base.norm.weight.dtype, requires_grad=True)
+    angles = base.rotary_emb(x, torch.arange(SEQUENCE)[None])
+    outputs = []
+    with under_autocast(autocast, monkeypatch):
+        found = kept_bytes(whole, lambda: outputs.append(base.layers[0](x, position_embeddings=angles)))
+        head = kept_bytes(whole, lambda: (whole if lora is None else whole.get_base_model()).lm_head(base.norm(x)))
+    assert found == profile.units[1].activation_bytes
+    assert head == profile.units[-1].activation_bytes
+    assert x.untyped_storage().nbytes() == outputs[0].untyped_storage().nbytes() == profile.units[1].input_bytes
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_frozen_parameters_have_as_many_bytes(prepared: bool) -> None:
+    """Embedding, norms and head are in 16 bit, or in fp32 once the model is prepared."""
+    lora = Lora(8, quantised=True, prepared=None if prepared else False)
+    profile, whole = profiled(lora), model(lora)
+    sizes = {name: parameter.untyped_storage().nbytes() for name, parameter in whole.named_parameters()}
+    embedding = sum(size for name, size in sizes.items() if "embed_tokens" in name)
+    head = sum(size for name, size in sizes.items() if "lm_head" in name or "model.norm" in name)
+    assert (embedding, head) == (profile.frozen_bytes(0), profile.frozen_bytes(len(profile.units) - 1))
+
+
+@pytest.mark.parametrize("case", ["under autocast", "NF4 prepared"])
+def test_checkpointing_keeps_inputs_of_blocks(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a forward with gradient checkpointing there are the inputs of blocks, what the head keeps, the logits in 16 bits
+    and their log-softmax in fp32.
+    """
+    lora, autocast = CASES[case]
+    profile, whole = profiled(lora), model(lora)
+    whole.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.randint(0, 1000, (BATCH, SEQUENCE))
+    counter = Counter()
+    with counter, under_autocast(autocast, monkeypatch):
+        outputs = whole(input_ids=tokens, labels=tokens, use_cache=False)
+    counter.watch([outputs.loss])  # without the casts of parameters that autocast holds until its end
+    found = sum(size for _, size in counter._storages.values())
+    wanted = sum(unit.input_bytes for unit in profile.units[1:-1]) + profile.units[-1].activation_bytes
+    wanted += (2 + 4) * BATCH * SEQUENCE * 1000
+    assert wanted <= found < wanted + 6 * 1024  # angles, and what is one number a token; an input has 8 or 16 KiB
