@@ -372,6 +372,26 @@ def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
         parse_policy("resident:zero_stage=2,deepspeed,in_backward")
 
 
+@pytest.mark.parametrize(("in_place", "beside"), [(False, True), (True, False)])
+def test_sums_in_place_leave_no_gradient_beside_them(in_place: bool, beside: bool) -> None:
+    """With several micro-batches the GPU holds one gradient of every parameter, and no other if products add to the sums."""
+    flag = ",fused_sums" if in_place else ""
+    found = simulate(replace(FP16, micro_batches=3), NODE, parse_policy(f"resident:checkpointing=full{flag}"))
+    whole = 2 * FP16.parameters
+    assert bool(max(contents(found.trace, GPU_MEMORY)[1]["gradients"]) > whole) is beside
+    with pytest.raises(InputError, match="fused_sums keeps sums of whole gradients"):
+        parse_policy("resident:fused_sums,zero_stage=2")
+
+
+def test_casts_on_a_thread_of_their_own_delay_no_update() -> None:
+    """Deep Optimizer States' CPU updates take as long as unscaling and CPUAdam, whatever is cast beside them."""
+    found = simulate(FP16, NODE, parse_policy("deep_optimizer_states:stride=2"))
+    profile, plan = found.profile, found.plan
+    on_cpu = [i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU]
+    expected = sum(profile.cpu_update_seconds(i, 28, 8) for i in on_cpu)
+    assert work(found, Kind.CPU_UPDATE) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**30, 2**30), (2**30 + 1, 2**31), (40_000_000_000, 2**36)])
 def test_pinned_memory_is_rounded_as_pytorch_rounds_it(size: int, pinned: int) -> None:
     """A pinned allocation takes the next power of two."""
