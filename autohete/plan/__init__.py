@@ -105,8 +105,8 @@ class Footprint:
         host_buffer_bytes: other host memory, pageable.
         host_pinned_buffer_bytes: other host memory, pinned.
         host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
-        host_pinned_bytes: pinned arrays of each unit for what the CPU updates, bytes per parameter of each. PyTorch rounds a
-            pinned allocation up to a power of two.
+        host_pinned_bytes: pinned arrays of each unit for what the CPU updates, bytes per parameter of each.
+        rounds_pinned: these are rounded up to a power of two, as PyTorch does since 1.11.
         host_parameter_bytes: host bytes per parameter whose home is the host.
         one_host_copy: the CPU updates the host copy of these parameters in place, so no separate copy is counted.
         pins_optimizer: ``host_optimizer_bytes`` are pinned, in arrays that fill what they take.
@@ -118,6 +118,7 @@ class Footprint:
     host_pinned_buffer_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_pinned_bytes: tuple[int, ...] = ()
+    rounds_pinned: bool = True
     host_parameter_bytes: int = 0
     one_host_copy: bool = False
     pins_optimizer: bool = False
