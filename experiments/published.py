@@ -205,7 +205,7 @@ def phases(simulation: Simulation) -> dict[str, float]:
     begin = int(trace.start_ns[at, kinds[Kind.FORWARD]].min())
     turn = int(trace.end_ns[at, kinds[Kind.LOSS]].max())
     backward = list(kinds[Kind.BACKWARD])
-    if BlockingCopies(Kind.OFFLOAD_GRADIENTS) in plan.rules:
+    if any(isinstance(rule, BlockingCopies) and rule.kind is Kind.OFFLOAD_GRADIENTS for rule in plan.rules):
         backward += kinds[Kind.OFFLOAD_GRADIENTS]
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())

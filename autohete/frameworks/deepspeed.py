@@ -167,6 +167,8 @@ def _offloaded_parameters(decided: Decided, pinned: bool) -> dict[str, Any]:
 
 
 def _twin_flow(system: TwinFlow, decided: Decided) -> dict[str, Any]:
+    if not system.async_gradients:
+        raise InputError("does not block backward for gradients that are pinned since 0.19.5: leave out async_gradients")
     units, profile = decided.plan.units, decided.profile
     counts = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
     on_cpu = sum(

@@ -78,6 +78,7 @@ class Compute:
         self._last, self._first_trained = len(plan.units) - 1, profile.first_trained
         #: The unit whose backward is the last on the GPU of the head.
         self._last_backward = max(stage.first, self._first_trained) if stage.is_last else None
+        self._in_place = plan.sums_in_place
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
@@ -230,7 +231,8 @@ class Compute:
     def _gradients_of(self, task: TaskId, unit: int, begins: bool, complete: bool) -> None:
         """Make or accumulate gradients: those of the first micro-batch stay, or on the GPU the others are added to them.
 
-        A backward adds the gradient of each parameter as soon as it has it, except for a matrix that two units share.
+        A backward adds the gradient of each parameter as soon as it has it, except for a matrix that two units share; or has
+        its products add to the sums.
         """
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
         added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
@@ -239,7 +241,7 @@ class Compute:
             size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
                 at_once = self._profile.units[unit].added_elements * self._profile.element_bytes if complete else size
-                b.allocate(task, gradients, at_once)
+                b.allocate(task, gradients, 0 if self._in_place else at_once)
             else:
                 b.make(task, gradients, size)
             if plan.gradients_replace_parameters:

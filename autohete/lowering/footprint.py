@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from autohete.hardware import Hardware, Place
 from autohete.lowering.copies import lane_between
 from autohete.lowering.shards import Shards
-from autohete.plan import Plan, Processor
+from autohete.plan import Footprint, Plan, Processor
 from autohete.plan.moves import rests
 from autohete.profile import Profile
 from autohete.schedule import (
@@ -57,23 +57,28 @@ def passing_parameters(profile: Profile, unit: int, use: Kind, micro_batch: int 
     return BufferId(Value.PARAMETERS, pinned_memory(profile), unit, use, micro_batch)
 
 
+def pinned_arrays(profile: Profile, held: Footprint, count: int) -> int:
+    """What the pinned arrays of a unit take of which the CPU updates ``count`` parameters."""
+    sizes = (count * size for size in held.host_pinned_bytes)
+    return sum(map(profile.hardware.host.pinned, sizes) if held.rounds_pinned else sizes)
+
+
 def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[Buffer]:
     """Buffers that live permanently: what rests of each unit, in every memory, and what belongs to no unit."""
-    held, pinned, host = plan.footprint, pinned_memory(profile), profile.hardware.host
-    arrays: list[int] = []
+    held, pinned = plan.footprint, pinned_memory(profile)
+    arrays = 0
     for i, unit in enumerate(plan.units):
         for value, memory, size in rests(unit, shards.sizes(i), held, pinned):
             yield Buffer(BufferId(value, memory, i), size)
         if unit.update.on is Processor.CPU:
-            updated = shards.updated_on(i, Processor.CPU)
-            arrays += [host.pinned(updated * size) for size in held.host_pinned_bytes]
+            arrays += pinned_arrays(profile, held, shards.updated_on(i, Processor.CPU))
     slots = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)
     on_host = Counter({pinned: held.host_pinned_buffer_bytes})
     on_host[HOST_MEMORY] += held.host_buffer_bytes
     for value, memory, size in (
         (Value.PARAMETER_SLOTS, GPU_MEMORY, slots),
         (Value.POLICY_BUFFERS, GPU_MEMORY, held.gpu_buffer_bytes),
-        (Value.PINNED_STATES, pinned, sum(arrays)),
+        (Value.PINNED_STATES, pinned, arrays),
         *((Value.POLICY_BUFFERS, memory, size) for memory, size in on_host.items()),
     ):
         if size:

@@ -274,7 +274,8 @@ class Updates:
         return BufferId(Value.GRADIENTS, pinned_memory(self._profile), unit)
 
     def _arrived(self, unit: int, micro_batch: int) -> BufferId:
-        pinned = self._plan.units[unit].gradients.carried.pinned
+        plan = self._plan.units[unit]
+        pinned = plan.gradients.carried.pinned or (plan.sums_pinned and micro_batch < self._last)
         memory = pinned_memory(self._profile) if pinned else HOST_MEMORY
         return BufferId(Value.ARRIVED_GRADIENTS, memory, unit, None, micro_batch)
 

@@ -106,8 +106,8 @@ class Footprint:
         host_buffer_bytes: other host memory, pageable.
         host_pinned_buffer_bytes: other host memory, pinned.
         host_optimizer_bytes: pageable host bytes per parameter updated on the CPU (states, gradient, staging).
-        host_pinned_bytes: pinned arrays of each unit for what the CPU updates, bytes per parameter of each. PyTorch rounds a
-            pinned allocation up to a power of two.
+        host_pinned_bytes: pinned arrays of each unit for what the CPU updates, bytes per parameter of each.
+        rounds_pinned: these are rounded up to a power of two, as PyTorch does since 1.11.
         host_parameter_bytes: host bytes per parameter whose home is the host.
         one_host_copy: the CPU updates the host copy of these parameters in place, so no separate copy is counted.
         pins_optimizer: ``host_optimizer_bytes`` are pinned, in arrays that fill what they take.
@@ -119,6 +119,7 @@ class Footprint:
     host_pinned_buffer_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_pinned_bytes: tuple[int, ...] = ()
+    rounds_pinned: bool = True
     host_parameter_bytes: int = 0
     one_host_copy: bool = False
     pins_optimizer: bool = False
@@ -198,6 +199,8 @@ class Plan(Hashed):
         flat_buffers: what its collectives need besides.
         hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
+        sums_in_place: the products of a backward add to the sums of earlier micro-batches (cuBLAS with ``beta = 1``), so on the
+            GPU no gradient exists besides its sum. Otherwise a gradient is made, and added.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
@@ -215,6 +218,7 @@ class Plan(Hashed):
     flat_buffers: FlatBuffers = FlatBuffers()
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
+    sums_in_place: bool = False
     delayed: bool = False
     memory_waits: bool = False
     bound_seconds: float | None = field(default=None, compare=False)

@@ -328,7 +328,7 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned)
     if unit.accumulates_on_host:
         summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated
-        yield last._replace(size_bytes=summed, batches=Batches.OTHERS)
+        yield last._replace(size_bytes=summed, batches=Batches.OTHERS, pinned=pinned or unit.sums_pinned)
     yield last
     if unit.gradients.far:
         yield Move(Value.GRADIENTS, HOST_MEMORY, unit.gradients.home, size, When.AFTER_BACKWARD)

@@ -204,6 +204,7 @@ class UnitPlan(Hashed):
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
         sum_bytes: bytes per element in which the CPU accumulates gradients, and in which they are copied after each micro-batch
             but the last. None: as in ``gradients``.
+        sums_pinned: the host has pinned memory for these copies, even if not for that of the last micro-batch.
         again: for segments within segments, what each recomputation except the last keeps; the last keeps everything. The unit
             is recomputed one more time than there are entries.
         zero_stage: what several GPUs shard instead of replicating (ZeRO): from 1 on the optimizer states, from 2 on the
@@ -221,6 +222,7 @@ class UnitPlan(Hashed):
     saved: tuple[SavedRoute, ...] = ()
     states: Route = Route()
     sum_bytes: int | None = None
+    sums_pinned: bool = False
     again: tuple[Activations, ...] = ()
     zero_stage: int = 0
     rank: int | None = None
@@ -259,6 +261,8 @@ class UnitPlan(Hashed):
             raise InputError(
                 f"sum_bytes is {self.sum_bytes}: give 1 to 64 bytes if the CPU accumulates gradients, or leave it out"
             )
+        if self.sums_pinned and not self.accumulates_on_host:
+            raise InputError("sums_pinned is for gradients that the CPU accumulates: leave it out")
         if self.update.norm_on is Processor.CPU and (self.update.on is Processor.GPU or self.gradients.far):
             raise InputError(
                 "the CPU takes the norm of gradients that rest on the host, but these are "

@@ -114,18 +114,22 @@ class BlockingCopies(Rule):
     Args:
         kind: a copy that follows a pass, such as ``Kind.OFFLOAD_GRADIENTS``.
         units: units to which the rule applies. None: all.
+        last_only: of several micro-batches, only the copies of the last.
     """
 
     kind: Kind
     units: tuple[int, ...] | None = None
+    last_only: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
-        for copy in tasks.of(self.kind):
-            if self.units is None or copy.unit in self.units:
+        copies = tasks.of(self.kind)
+        first = max((copy.micro_batch for copy in copies), default=0) if self.last_only else 0
+        for copy in copies:
+            if (self.units is None or copy.unit in self.units) and copy.micro_batch >= first:
                 tasks.hold_up(copy)
 
 

@@ -14,6 +14,7 @@ from autohete.errors import check_fields
 from autohete.lowering import durations
 from autohete.lowering.clipping import scaled_bytes
 from autohete.lowering.copies import kind_of, lane_of, seconds_of
+from autohete.lowering.footprint import pinned_arrays
 from autohete.lowering.shards import Shards
 from autohete.plan import Activations, Plan, Processor, Route, UnitPlan
 from autohete.plan.moves import Batches, Move, Resting, UnitSizes, When, moves, rests
@@ -152,14 +153,14 @@ class Costs:
         profile, held, (plan, shards) = self.profile, self._plan.footprint, self._planned_everywhere(one)
         sizes = shards.sizes(unit)
         copies = tuple(self._copies(unit, one, sizes))
-        arrays = (profile.hardware.host.pinned(sizes.cpu_updated * size) for size in held.host_pinned_bytes)
+        arrays = pinned_arrays(profile, held, sizes.cpu_updated)
         added = [copy for copy in copies if copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS]
         added = added if one.accumulates_on_host else []  # otherwise they come back, and the GPU adds
         traffic = plan.update_bytes, plan.elementwise_bytes
         gpu, cpu = ((scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in Processor)
         return UnitCosts(
             copies,
-            (*rests(one, sizes, held, PINNED_MEMORY), Resting(Value.PINNED_STATES, PINNED_MEMORY, sum(arrays))),
+            (*rests(one, sizes, held, PINNED_MEMORY), Resting(Value.PINNED_STATES, PINNED_MEMORY, arrays)),
             gpu_update=durations.gpu_update(unit, *gpu)(profile) * shards.updates_on(unit, Processor.GPU),
             cpu_update=durations.cpu_update(unit, *traffic, *cpu)(profile) * shards.updates_on(unit, Processor.CPU),
             # Adding reads two values and writes one.

@@ -10,14 +10,16 @@ Optimizer states are on the host, in sub-groups. Every k-th sub-group is updated
 - The step begins when the GPU has finished (``step``). ``opt_transfers``: fp32 parameter and both moments of a sub-group are
   fetched while the CPU updates others. The GPU updates when they have arrived, and they are copied back while the CPU updates
   the next sub-group. They share one buffer, so the next fetch waits for the copy back.
-- On the CPU: unscaling in place, then CPUAdam. A separate thread casts to 16 bit and copies the result to a pinned buffer
-  (``downsample_fp32_fp16``), whose upload overlaps the next updates. The step ends with all copies.
+- On the CPU: unscaling in place, then CPUAdam. A thread of its own casts to 16 bit and copies the result to a pinned buffer
+  (``downsample_executor``), whose upload overlaps the next updates, so no update waits for it. The step ends with all copies.
 - Gradients, states and parameters have separate streams, so a copy waits only for what it needs: lanes run whatever is ready.
-- All arrays are pinned. CPUAdam has its own moments in addition to the pinned ones, which are allocated for every sub-group.
+- All arrays are pinned, also that of all gradients in 16 bit, to which each micro-batch is added. CPUAdam has its own moments
+  in addition to the pinned ones, which are allocated for every sub-group.
 
-Not modelled: the GPU's update waits for the CPU updates before it, and refreshes wait for the others of their gap. Sub-groups
-are counted in the order of updates, which here is the order of backward. The paper chooses the stride with a performance model
-that the code does not contain; without ``stride``, the stride here keeps CPU and link equally busy.
+Not modelled: the DRAM traffic of that thread; the GPU's update waits for the CPU updates before it, and refreshes wait for the
+others of their gap. Sub-groups are counted in the order of updates, which here is the order of backward. The paper chooses the
+stride with a performance model that the code does not contain; without ``stride``, the stride here keeps CPU and link equally
+busy.
 """
 
 from __future__ import annotations
@@ -36,9 +38,6 @@ from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
-
-#: The copy of 16-bit parameters to the pinned buffer: reads 2, writes 2.
-_TO_PINNED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +73,15 @@ class DeepOptimizerStates:
         return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
-        mixed, count = traffic.is_mixed(profile), len(profile.units)
-        elementwise_bytes = traffic.UNSCALE
-        if mixed:
-            elementwise_bytes += traffic.CAST + _TO_PINNED + (0 if self.async_gradients else traffic.CAST)
+        mixed, count, element = traffic.is_mixed(profile), len(profile.units), profile.element_bytes
+        elementwise_bytes = traffic.UNSCALE + (0 if self.async_gradients or not mixed else traffic.CAST)
         stride = self.stride or _balanced(profile, elementwise_bytes)
         on_gpu = [unit for unit in range(count) if (count - unit) % stride == 0]
         cpu = UnitPlan(
             update=Update(Processor.CPU),
             gradients=Route(HOST_MEMORY, carried=Format(4) if self.async_gradients else Format(pinned=not mixed)),
+            sum_bytes=element,
+            sums_pinned=True,
         )
         gpu = UnitPlan(states=Route(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
@@ -96,7 +95,7 @@ class DeepOptimizerStates:
             policy="deep_optimizer_states",
             units=shared(units, 3, profile),
             rules=(
-                *([] if self.async_gradients else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                *([] if self.async_gradients else [BlockingCopies(Kind.OFFLOAD_GRADIENTS, last_only=True)]),
                 UpdatesAfterBackward(),
                 GpuUpdatesAfterBackward(),
                 Barrier(),
@@ -111,7 +110,7 @@ class DeepOptimizerStates:
                 # fp32 parameter, gradient and moments; the CPU's own moments.
                 host_pinned_bytes=(4, 4, 4, 4),
                 host_optimizer_bytes=8,
-                host_pinned_buffer_bytes=unused + staged,
+                host_pinned_buffer_bytes=unused + staged + profile.hardware.host.pinned(element * sum(parts)),
             ),
             flat_buffers=ZERO3,
             hooks=ZERO3_HOOKS,

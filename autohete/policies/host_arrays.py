@@ -21,7 +21,7 @@ def tensors(profile: Profile) -> Iterator[int]:
         yield from sizes if sum(sizes) == costs.trained_parameters else (costs.trained_parameters,)
 
 
-def sub_groups(profile: Profile, size: int = SUB_GROUP) -> Iterator[int]:
+def sub_groups(profile: Profile, size: int) -> Iterator[int]:
     """Yield the elements of the sub-groups of one GPU's part. Each ends with the tensor that makes it as large as ``size``.
 
     Source: ``_create_fp16_sub_groups`` in ``deepspeed/runtime/zero/stage3.py`` at edaa7221.

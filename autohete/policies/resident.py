@@ -44,6 +44,8 @@ class Resident:
             ``optimizer_in_bwd``).
         deepspeed: as DeepSpeed does it. Before the update the gradients of a GPU's part are put together in one tensor, cast
             to fp32 (``step`` in deepspeed/runtime/zero/stage_1_and_2.py at 0.18.6); with stage 3, of one sub-group at a time.
+        fused_sums: products of backward add to the sums of micro-batches, so that no gradient exists besides its sum, as in
+            LLMQ and with Megatron-LM's ``gradient_accumulation_fusion``.
         fsdp1: with stage 3, as ``FullyShardedDataParallel`` does it, whose parameters are views of what is gathered.
     """
 
@@ -52,6 +54,7 @@ class Resident:
     in_backward: bool = False
     deepspeed: bool = False
     fsdp1: bool = False
+    fused_sums: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,6 +66,11 @@ class Resident:
             raise InputError(f"resident:fsdp1 is for zero_stage 3, not {self.zero_stage}: give it, or leave out fsdp1")
         if self.fsdp1 and self.deepspeed:
             raise InputError("resident:fsdp1 and deepspeed are two systems: leave out one of them")
+        if self.fused_sums and (self.deepspeed or self.zero_stage > 1):
+            raise InputError(
+                "resident:fused_sums keeps sums of whole gradients on each GPU, but DeepSpeed and zero_stage 2 and 3 reduce "
+                "the gradients of each micro-batch: leave it out, or give zero_stage 0 or 1"
+            )
         if self.deepspeed and self.in_backward:
             raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
 
@@ -87,6 +95,7 @@ class Resident:
                 policy="resident",
                 units=shared(units, self.zero_stage, profile),
                 rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
+                sums_in_place=self.fused_sums,
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
                 hooks=self._hooks(profile.hardware.gpus),

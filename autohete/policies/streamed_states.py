@@ -13,6 +13,7 @@ Adam runs on the GPU. Its data rests in pinned host memory and is fetched block 
   the block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). Inputs have two buffers:
   a forward waits for the copy of the input whose buffer it overwrites. Here that copy begins one pass later, when the block has
   read its input, so there is one more slot. ``--recompute-block`` recomputes the rest of what backward needs.
+- Products of backward add to the sums of micro-batches (``accumulate`` in ``src/models/llama_model.cpp``).
 - Several GPUs shard the optimizer states.
 
 Not modelled: moments and masters in 16 bit, as used in its benchmarks (states have the size given by the profile); updates of
@@ -104,6 +105,7 @@ class StreamedStates:
             policy="streamed_states",
             units=shared(units, 1, profile),
             rules=(GpuUpdatesAfterBackward(), Slots(Kind.OFFLOAD_ACTIVATIONS, _BUFFERS + 1)),
+            sums_in_place=True,
             footprint=Footprint(host_parameter_bytes=profile.element_bytes),
         )
 

@@ -11,7 +11,8 @@ A window of ``w`` blocks slides over the model.
 - A place in the window holds the block's parameters *and* gradients (``model/transformer.py:724-758``).
 - After backward of any other block, a thread pool copies its gradients *and* parameters to the host without blocking the GPU
   (``training.py:916-945``), and its CPU update starts at once; backward of block i - w waits for it.
-- Host: parameters and gradients pinned, both moments pageable: 16 bytes per parameter in fp32.
+- Host: parameters and gradients pinned, both moments pageable: 16 bytes per parameter in fp32. Its PyTorch is 1.10, which does
+  not round pinned arrays up.
 - Several GPUs: the artifact reduces the gradients of what stays on the GPU, and leaves those on the host as "todo"
   (``model/distributed.py``, ``allreduce_gradients``). Assumed here: each GPU updates a part of every block, as in ZeRO. The
   first w blocks, embedding and head stay on each GPU; of the others each GPU fetches its part over its own link, and gathers
@@ -159,6 +160,7 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
         footprint=Footprint(
             host_optimizer_bytes=profile.optimizer_bytes,
             host_pinned_bytes=(element, element),
+            rounds_pinned=False,
             host_parameter_bytes=2 * element,
             one_host_copy=True,
         ),

@@ -12,6 +12,9 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
 - A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), on a separate stream that
   overlaps backward. Not modelled: in between it is copied back; gradients that the GPU uses also go to the host and back;
   copies begin only when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies block backward.
+- Up to 0.15.3 the second copy blocks backward even if its target is pinned: it brings 16 bit to a pageable temporary, which the
+  CPU casts (``fp32_grad_tensor.copy_(grad_buffer)``). The first one does not. From 0.16.3 (pull 6962) to 0.19.4 it blocks, too,
+  but the GPU casts and the copy is pinned; this is not modelled.
 - Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. They are
   copied to the GPU to be added there, and back (line 1914). Here the CPU adds them.
 - ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
@@ -39,7 +42,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.host_arrays import SUB_GROUP, sub_groups
+from autohete.policies.host_arrays import sub_groups
 from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
@@ -55,18 +58,24 @@ class TwinFlow:
         ratio: percent of the parameters that the CPU updates. None: the smallest that fits the GPU's memory, as the blog
             advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.
+        async_gradients: copies of complete gradients overlap backward; not so up to 0.19.4.
         bucket_size: ``reduce_bucket_size`` in millions of elements.
-        sub_group_size: elements of a sub-group. None: a unit is a sub-group in time, and a billion on the host.
+        sub_group_size: elements of a sub-group. None: a unit is a sub-group.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
     ratio: int | None = None
     pin_memory: bool = True
+    async_gradients: bool = True
     bucket_size: int = 500
     sub_group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not (self.async_gradients or self.pin_memory):
+            raise InputError(
+                "twin_flow:async_gradients=off changes nothing with pin_memory=off, where copies block: leave it out"
+            )
         if self.ratio is not None and not 0 <= self.ratio <= 100:
             raise InputError(f"twin_flow:ratio={self.ratio} must be between 0 and 100 percent of the parameters")
         if not 1 <= self.bucket_size <= 100_000:
@@ -116,7 +125,8 @@ class TwinFlow:
 
     def _on_cpu(self, profile: Profile, on_gpu: int) -> list[int]:
         """The elements of each sub-group that are the CPU's."""
-        groups = list(sub_groups(profile, self.sub_group_size or SUB_GROUP))
+        size = self.sub_group_size
+        groups = list(_parameters(profile) if size is None else sub_groups(profile, size))
         return [size for end, group in zip(accumulate(groups), groups, strict=True) if (size := min(group, end - on_gpu)) > 0]
 
     def _plan(self, profile: Profile, activations: Activations, on_gpu: int) -> Plan:
@@ -124,7 +134,8 @@ class TwinFlow:
         element, mixed = profile.element_bytes, traffic.is_mixed(profile)
         parameters = _parameters(profile)
         # In its own format, and in fp32.
-        gradients, refresh = Format(element + 4, self.pin_memory), Format(element, pinned=False)
+        overlap = self.pin_memory and self.async_gradients
+        gradients, refresh = Format(element + 4, overlap), Format(element, pinned=False)
 
         @cache
         def unit(kept: Activations, share: float) -> UnitPlan:
@@ -138,6 +149,7 @@ class TwinFlow:
                 gradients=Route(GPU_MEMORY if share else HOST_MEMORY, carried=gradients),
                 refresh=refresh,
                 sum_bytes=None if share else element,
+                sums_pinned=self.pin_memory and not share,
             )
 
         units = []
@@ -152,7 +164,7 @@ class TwinFlow:
             policy="twin_flow",
             units=shared(units, 3, profile),
             rules=(
-                *([] if self.pin_memory else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS, last_only=self.pin_memory)]),
                 SerialUpdates(),
                 UpdatesAfterBackward(),
                 GpuUpdatesAfterBackward(),

@@ -28,7 +28,7 @@ from autohete.plan import Activations, Format, Plan, Route, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.host_arrays import pinned, tensors
+from autohete.policies.host_arrays import SUB_GROUP, pinned, tensors
 from autohete.policies.twin_flow import TwinFlow
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -60,7 +60,9 @@ class Zero3Offload:
             raise InputError("zero3_offload:pin_parameters=off changes nothing if parameters stay on the GPU: leave it out")
 
     def _optimizer(self) -> TwinFlow:
-        return TwinFlow(self.checkpointing, ratio=100, pin_memory=self.pin_memory, bucket_size=self.bucket_size)
+        return TwinFlow(
+            self.checkpointing, ratio=100, pin_memory=self.pin_memory, bucket_size=self.bucket_size, sub_group_size=SUB_GROUP
+        )
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Zero3Offload]:

@@ -10,15 +10,14 @@ Based on github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipelin
   first read of a step waits for all writes (``flush_gradients``).
 - Parameters of stage 3 rest on the GPU, or on the host (``offload_param``), from where modules fetch them one module ahead.
   There they are pinned, as with ``offload_param.pin_memory`` in the examples (off by default).
-- Reads and writes go through locked buffers, each as large as the largest sub-group of ``sub_group_size`` (a billion) elements
-  in fp32 (``swap_tensor/utils.py``, ``SwapBufferManager``): four (``buffer_count``), which a sub-group takes, and twelve with
-  pipelines, where one is read and one written beside it.
+- Reads and writes go through locked buffers of the size of the largest sub-group in fp32 (``swap_tensor/utils.py``,
+  ``SwapBufferManager``): four (``buffer_count``), which a sub-group takes, and twelve with pipelines, where one is read and one
+  written beside it. They are permanent; here they last as long as they hold something.
 - The host holds an array of all gradients in their own format (``grad_partitions_flat_buffer`` in ``stage3.py``), and the cast
   of one sub-group.
 
-A sub-group is a unit here, but for the size of the buffers. Not modelled: a gradient smaller than ``MIN_AIO_BYTES`` stays on
-the host; writes overlap the computation of the next gradients as long as a buffer is free. Here a pass waits for the write of
-the previous gradient.
+A sub-group is a unit here. Not modelled: a gradient smaller than ``MIN_AIO_BYTES`` stays on the host; writes overlap the
+computation of the next gradients as long as a buffer is free. Here a pass waits for the write of the previous gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several, place_names
-from autohete.policies.host_arrays import sub_groups
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -90,8 +88,7 @@ class ZeroInfinity:
         if self.offload_param:
             inner = replace(inner, parameters=Route(HOST_MEMORY))
         mixed, element = traffic.is_mixed(profile), profile.element_bytes
-        largest = max(sub_groups(profile), default=0)
-        unit = max(profile.hardware.part_of(one.trained_parameters) for one in profile.units)
+        largest = max(profile.hardware.part_of(unit.trained_parameters) for unit in profile.units)
         return Plan(
             policy="zero_infinity",
             units=shared((outer, *[inner] * (len(profile.units) - 2), outer), 3, profile),
@@ -103,8 +100,6 @@ class ZeroInfinity:
                 # Of states and gradients the host has what is in transit, and the gradients in their own format.
                 host_optimizer_bytes=profile.optimizer_bytes + element,
                 host_buffer_bytes=largest * element if mixed and not self.offload_param else 0,
-                # What is in transit is counted with its unit.
-                host_pinned_buffer_bytes=4 * (12 if self.pipeline else 4) * max(largest - unit, 0),
                 host_parameter_bytes=element,
             ),
             flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,

@@ -369,6 +369,7 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
             host_pinned_buffer_bytes=dice.whole(0, 10**6),
             host_optimizer_bytes=dice.whole(0, 18),
             host_pinned_bytes=tuple(dice.whole(0, 4) for _ in range(dice.whole(0, 2))),
+            rounds_pinned=dice.flip(),
             host_parameter_bytes=dice.whole(0, 4),
             one_host_copy=dice.flip(),
             gpu_update_bytes=dice.whole(0, 10**6),
@@ -412,6 +413,7 @@ def _with_shared_updates(dice: Dice, profile: Profile, plan: Plan) -> Plan:
             states=Route(),
             gradients=replace(units[unit].gradients, home=GPU_MEMORY),
             sum_bytes=None,
+            sums_pinned=False,
         )
     return without_contradictions(profile, replace(plan, units=tuple(units), delayed=False))
 
@@ -438,7 +440,11 @@ def _rule(dice: Dice, units: int) -> Rule:
         ]
     )
     count = dice.whole(1, 4)
-    others = BlockingCopies(following, some if dice.flip() else None), Window(count), Slots(dice.of(sorted(COPIES)), count)
+    others = (
+        BlockingCopies(following, some if dice.flip() else None, dice.flip()),
+        Window(count),
+        Slots(dice.of(sorted(COPIES)), count),
+    )
     return dice.of([plain, *others, SerialUpdates(some)])
 
 
@@ -502,7 +508,7 @@ def _updated(dice: Dice, unit: UnitPlan, places: Sequence[Place], may_write: boo
     norm_on = None if gradients.far else dice.of([None, Processor.CPU])
     unit = replace(unit, update=Update(Processor.CPU, norm_on=norm_on), gradients=gradients)
     if unit.accumulates_on_host:
-        unit = replace(unit, sum_bytes=dice.of([None, 2, 8]))
+        unit = replace(unit, sum_bytes=dice.of([None, 2, 8]), sums_pinned=dice.flip())
     return unit
 
 

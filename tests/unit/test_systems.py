@@ -20,7 +20,7 @@ from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy, search_space
-from autohete.policies.host_arrays import sub_groups, tensors
+from autohete.policies.host_arrays import SUB_GROUP, sub_groups, tensors
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
@@ -161,10 +161,24 @@ def test_zero3_offload_moves_parameters_and_what_it_holds() -> None:
     ]:
         assert work(found, kind) == pytest.approx(found.profile.h2d_seconds(2 * elements), rel=1e-2)
     # Parameters and gradients in one array each, fp32 gradients by sub-group, and what each tensor had taken before.
-    arrays = [2 * workload.parameters] * 2 + [4 * group for group in sub_groups(found.profile)]
+    arrays = [2 * workload.parameters] * 2 + [4 * group for group in sub_groups(found.profile, SUB_GROUP)]
     before = [2 * tensor for tensor in tensors(found.profile)]
     rounded = sum(map(rounded_when_pinned, arrays + before))
     assert found.host.peak_bytes == rounded + 12 * workload.parameters
+
+
+def test_old_deepspeed_flushes_gradients_once_a_step() -> None:
+    """With pinned memory, backward of the last micro-batch alone waits for gradients; without, that of each does."""
+    times = {}
+    for flag in ("", ",async_gradients=off", ",pin_memory=off"):
+        policy = parse_policy(f"twin_flow:checkpointing=full,ratio=100{flag}")
+        few, more = (simulate(replace(FP16, micro_batches=count), NODE, policy).iteration_seconds for count in (2, 3))
+        times[flag] = few, more - few
+    assert times[""][0] < times[",async_gradients=off"][0] < times[",pin_memory=off"][0]
+    assert times[""][1] == pytest.approx(times[",async_gradients=off"][1], rel=0.02)
+    assert times[",pin_memory=off"][1] > 1.2 * times[""][1]
+    with pytest.raises(InputError, match="changes nothing with pin_memory=off"):
+        parse_policy("twin_flow:async_gradients=off,pin_memory=off")
 
 
 def test_a_sub_group_ends_with_the_tensor_that_fills_it() -> None:
@@ -201,7 +215,7 @@ def test_old_pytorch_pins_what_it_is_asked_for() -> None:
 def test_zero3_offload_without_parameters_is_twin_flow_on_the_cpu() -> None:
     """``offload_param=off`` plans as Twin-Flow does with everything on the CPU; flags that change nothing are refused."""
     profile, mine = planned("zero3_offload:checkpointing=full,offload_param=off")
-    _, other = planned("twin_flow:checkpointing=full,ratio=100")
+    _, other = planned("twin_flow:checkpointing=full,ratio=100,sub_group_size=1000000000")
     assert (mine.units, mine.rules, mine.footprint) == (other.units, other.rules, other.footprint)
     for flags, said in [("offload_param=off,pin_parameters=off", "changes nothing"), ("bucket_size=0", "between 1 and 100000")]:
         with pytest.raises(InputError, match=f"zero3_offload:.*{said}"):
@@ -246,13 +260,10 @@ def test_stronghold_takes_the_faster_optimizer_of_its_window() -> None:
 
 
 def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
-    """Parameter, gradient and both moments: 16 bytes on the host, pinned arrays rounded up, no second copy."""
+    """Parameter, gradient and both moments: 16 bytes on the host, no array rounded up, no second copy."""
     profile, plan = planned("stronghold:checkpointing=full,window=2,window_optimizer=cpu", Precision.FP32)
     host = sum(buffer.size_bytes for buffer in lower(profile, plan).resident if buffer.memory == "host")
-    exact = sum(block.parameters for block in profile.units) * 16
-    rounded = sum(block.parameters * 8 + 2 * rounded_when_pinned(4 * block.parameters) for block in profile.units)
-    assert host == rounded
-    assert exact <= host < 1.5 * exact
+    assert host == 16 * sum(block.parameters for block in profile.units)
 
 
 def test_async_moves_of_patrickstar_hide_behind_a_pass() -> None:
@@ -370,6 +381,26 @@ def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
     assert max(contents(after.trace, GPU_MEMORY)[1]["gradients"]) == sum(sizes)
     with pytest.raises(InputError, match="deepspeed updates all at once, not in_backward"):
         parse_policy("resident:zero_stage=2,deepspeed,in_backward")
+
+
+@pytest.mark.parametrize(("in_place", "beside"), [(False, True), (True, False)])
+def test_sums_in_place_leave_no_gradient_beside_them(in_place: bool, beside: bool) -> None:
+    """With several micro-batches the GPU holds one gradient of every parameter, and no other if products add to the sums."""
+    flag = ",fused_sums" if in_place else ""
+    found = simulate(replace(FP16, micro_batches=3), NODE, parse_policy(f"resident:checkpointing=full{flag}"))
+    whole = 2 * FP16.parameters
+    assert bool(max(contents(found.trace, GPU_MEMORY)[1]["gradients"]) > whole) is beside
+    with pytest.raises(InputError, match="fused_sums keeps sums of whole gradients"):
+        parse_policy("resident:fused_sums,zero_stage=2")
+
+
+def test_casts_on_a_thread_of_their_own_delay_no_update() -> None:
+    """Deep Optimizer States' CPU updates take as long as unscaling and CPUAdam, whatever is cast beside them."""
+    found = simulate(FP16, NODE, parse_policy("deep_optimizer_states:stride=2"))
+    profile, plan = found.profile, found.plan
+    on_cpu = [i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU]
+    expected = sum(profile.cpu_update_seconds(i, 28, 8) for i in on_cpu)
+    assert work(found, Kind.CPU_UPDATE) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**30, 2**30), (2**30 + 1, 2**31), (40_000_000_000, 2**36)])
