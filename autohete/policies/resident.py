@@ -1,8 +1,8 @@
 """No offloading: ordinary training with everything on the GPU. The baseline, and the first to run out of memory.
 
 Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets,
-with stage 3 like FSDP2, where each unit is gathered while the one before it is computed and released after each use. Reductions
-overlap backward.
+with stages 2 and 3 like FSDP2, with the latter of which each unit is gathered while the one before it is computed and released
+after each use. Reductions overlap backward, which waits where buffers for gradients are short.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, FlatBuffers, Footprint, Plan, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.plan.rules import GpuUpdatesAfterBackward, Rule
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several
-from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, shared
+from autohete.policies.several_gpus import FSDP1, FSDP2, ZERO2, ZERO3, deepspeed_buckets, fsdp2_buffers, shared
 from autohete.profile import Profile
 
 #: ``sub_group_size`` of DeepSpeed's stage 3.
 _SUB_GROUP = 1_000_000_000
+#: ``reduce_bucket_size`` of DeepSpeed, in elements.
+_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,18 @@ class Resident:
             return Plan(
                 policy="resident",
                 units=shared(units, self.zero_stage, profile),
-                rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
+                rules=(*([] if self.in_backward else [GpuUpdatesAfterBackward()]), *self._buffers(profile)),
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
             )
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
+
+    def _buffers(self, profile: Profile) -> tuple[Rule, ...]:
+        """The places for gradients before their reduction, where these are freed by it and the system limits them."""
+        if self.zero_stage < 2 or self.fsdp1:
+            return ()
+        return deepspeed_buckets(profile, self.zero_stage, _BUCKET) if self.deepspeed else fsdp2_buffers(profile)
 
     @property
     def _flat_buffers(self) -> FlatBuffers:

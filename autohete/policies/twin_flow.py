@@ -36,7 +36,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, GpuUpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import ZERO3, shared
+from autohete.policies.several_gpus import ZERO3, deepspeed_buckets, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Value
@@ -141,7 +141,11 @@ class TwinFlow:
             policy="twin_flow",
             units=shared(units, 3, profile),
             rules=(
-                *([] if self.pin_memory else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                *(
+                    deepspeed_buckets(profile, 3, 1e6 * self.bucket_size)
+                    if self.pin_memory
+                    else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]
+                ),
                 SerialUpdates(),
                 UpdatesAfterBackward(),
                 GpuUpdatesAfterBackward(),
