@@ -1,8 +1,8 @@
 """No offloading: ordinary training with everything on the GPU. The baseline, and the first to run out of memory.
 
 Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets,
-with stages 2 and 3 like FSDP2, with the latter of which each unit is gathered while the one before it is computed and released
-after each use. Reductions overlap backward, which waits where buffers for gradients are short.
+with stage 3 like FSDP2, where each unit is gathered while the one before it is computed and released after each use. Reductions
+overlap backward, which from stage 2 on waits for a free buffer as in FSDP2 or DeepSpeed.
 """
 
 from __future__ import annotations
