@@ -43,10 +43,12 @@ from experiments.comparison import AUTOHETE, NO_PRIORITY
 from experiments.setting import PUBLISHED_NODE, Models, Where, kernels_of, model_of, size_of
 from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
+#: AutoHete's plan in issue order, as a policy; see :class:`InIssueOrder`.
+SAME_PLAN = "experiments.fig_ablation:InIssueOrder"
 #: Names of the techniques, with AutoHete without each.
 WITHOUT = {
     "priority, planned again": NO_PRIORITY,
-    "priority, same plan": "experiments.fig_ablation:InIssueOrder",
+    "priority, same plan": SAME_PLAN,
     "overlap of iterations": "autohete:across_iterations=off",
     "prefetch tuning": "autohete:prefetch_tuning=off",
     "recomputing some blocks": "autohete:some_checkpointed=off",

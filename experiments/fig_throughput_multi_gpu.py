@@ -4,12 +4,18 @@ Command: ``python experiments/fig_throughput_multi_gpu.py [--out DIR] [--jobs N]
 
 The node of the published comparison, 4 x A100-40GB with NVLink and one EPYC 7713 with 440 GB, with all four GPUs. The paper
 states a global batch of 8, here 2 per GPU; 8 per GPU, the batch of the comparison on one GPU, is the other panel. Each GPU
-has an equal part of the host. What each system shares is in its module in ``autohete/policies``; for AutoHete and StrongHold
-it is assumed, since no source says it. ZeRO-Infinity needs drives, which the node is not known to have.
+has an equal part of the host. The baselines are those that such a paper would run: DeepSpeed's stage 3 with offload, which
+shares what rests on the host as well, beside its stage 2, PatrickStar, StrongHold, and AutoHete without priority. What each
+system shares is in its module in ``autohete/policies``. ZeRO-Infinity needs drives, which the node is not known to have.
+
+What is not known about the implementations has readings (:data:`READINGS`): which versions and settings of DeepSpeed ran,
+whether every block was checkpointed, what AutoHete and StrongHold share, and how AutoHete uploads.
 
 Writes ``fig_throughput_multi_gpu.{png,pdf,csv}`` and ``fig_throughput_multi_gpu_ratios.csv``: average and maximum of AutoHete's
-speed-ups over the models that both train, with the 5 to 95 % of draws from the ranges of the node's figures. The predictions
-were made without the paper's results on four GPUs.
+speed-ups over the models that both train. Their intervals are the 5 to 95 % of draws from the ranges of the node's figures,
+widened by the readings: by how much each changes the speed-up on the node as it is. A reading that trains fewer of the models
+is a row of the table only, since it is not what a comparison of all models ran. The predictions were made without the paper's
+results on four GPUs.
 
 ``--model``, ``--hardware`` and ``--set`` ask for others.
 
@@ -22,7 +28,8 @@ if __name__ == "__main__" and not __package__:
     import _start  # type: ignore[import-not-found]  # noqa: F401
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from pathlib import Path
 from statistics import mean
 
@@ -37,7 +44,8 @@ from autohete.execution.trace import Clock
 from autohete.files import make_folder, write_text
 from autohete.report.style import style
 from autohete.report.tables import table
-from experiments.comparison import AUTOHETE, MODELS, NODE
+from experiments.comparison import AUTOHETE, MODELS, NO_PRIORITY, NODE
+from experiments.fig_ablation import SAME_PLAN
 from experiments.intervals import draws
 from experiments.looks import look
 from experiments.setting import PUBLISHED_NODE, Models, Moved, Where, kernels_of, model_of, size_of
@@ -59,19 +67,36 @@ GPUS = 4
 POLICIES = (
     "resident:zero_stage=3",
     "zero_offload",
+    "zero3_offload",
     "fsdp2_offload",
     "twin_flow",
     "deep_optimizer_states",
     "streamed_states",
     "patrickstar",
     "stronghold",
+    NO_PRIORITY,
     AUTOHETE,
 )
-#: Beside them, in the table of ratios only: other versions and readings of the same systems.
-OTHERS = ("zero_offload:deepspeed=0.4.3", "stronghold:replicated")
+#: Other readings of what the paper may have run. They are rows of the table of ratios, too.
+READINGS = {
+    "zero_offload": (
+        "zero_offload:deepspeed=0.4.3",
+        "zero_offload:deepspeed=0.8.3",
+        "zero_offload:checkpointing=full",
+    ),
+    "zero3_offload": (
+        "zero3_offload:pin_memory=off",
+        "zero3_offload:offload_param=off",
+        "zero3_offload:checkpointing=full",
+    ),
+    "patrickstar": ("patrickstar:checkpointing=full",),
+    "stronghold": ("stronghold:replicated",),
+    NO_PRIORITY: (SAME_PLAN,),
+    AUTOHETE: ("autohete:replicated", "autohete:fp32_upload"),
+}
 NAMES = ("gpus", "batch_per_gpu", "model")
 #: Systems of the draws: those that the paper compares.
-DRAWN = ("zero_offload", "patrickstar", "stronghold", AUTOHETE)
+DRAWN = tuple(READINGS)
 LOW, HIGH = 5, 95
 
 
@@ -95,49 +120,78 @@ class Ratio:
     average: float | None
     maximum: float | None
 
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Ratio:
+        """The speed-up on these models."""
+        return cls(len(ratios), mean(ratios), max(ratios)) if ratios else cls(0, None, None)
 
-def ratio(batch: int, over: str, cells: Grid, summaries: Summaries) -> Ratio:
-    """The speed-up over one system."""
-    ratios = []
+
+def by_model(batch: int, over: str, cells: Grid, summaries: Summaries, own: str = AUTOHETE) -> dict[object, float]:
+    """The speed-up of ``own``, AutoHete or a reading of it, over one system on each model that both train."""
+    found = {}
     for (_, of, model, policy), cell in cells.items():
         if (of, policy) == (batch, over):
-            slow, fast = summaries[cell].tokens_per_second, summaries[cells[GPUS, batch, model, AUTOHETE]].tokens_per_second
+            slow, fast = summaries[cell].tokens_per_second, summaries[cells[GPUS, batch, model, own]].tokens_per_second
             if slow is not None and fast is not None:
-                ratios.append(fast / slow)
-    return Ratio(len(ratios), mean(ratios), max(ratios)) if ratios else Ratio(0, None, None)
+                found[model] = fast / slow
+    return found
+
+
+def factors(batch: int, over: str, cells: Grid, summaries: Summaries, what: str) -> tuple[float, float]:
+    """By how much the readings that train the same models change a speed-up, at least and at most."""
+    nominal, owns = by_model(batch, over, cells, summaries), (AUTOHETE, *READINGS[AUTOHETE])
+    if over == NO_PRIORITY:  # the same implementation, in another order
+        owns = (AUTOHETE,)
+    found = [1.0]
+    for own, system in product(owns, (over, *READINGS[over])):
+        other = by_model(batch, system, cells, summaries, own)
+        if nominal and other.keys() >= nominal.keys():
+            new, old = (getattr(Ratio.of([some[model] for model in nominal]), what) for some in (other, nominal))
+            found.append(new / old)
+    return min(found), max(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table of ratios: nominal, and for the systems that are drawn the ends of their intervals."""
+    """A row of the table of ratios: nominal, and for the systems that are drawn the ends of their intervals.
+
+    Args:
+        batch: per GPU.
+        over: the other system.
+        nominal: on the node as it is.
+        drawn: at each draw.
+        readings: factors by which the readings change average and maximum, at least and at most.
+    """
 
     batch: int
     over: str
     nominal: Ratio
-    drawn: tuple[Ratio, ...]
+    drawn: tuple[Ratio, ...] = ()
+    readings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def interval(self, what: str) -> tuple[float | None, float | None]:
-        """5 and 95 % of the draws."""
+        """5 and 95 % of the draws, times what the readings change."""
         values = [value for one in self.drawn if (value := getattr(one, what)) is not None]
         if not values:
             return None, None
         low, high = np.percentile(values, [LOW, HIGH]).tolist()
-        return low, high
+        least, most = self.readings[what]
+        return low * least, high * most
 
 
 def ratios(batches: Sequence[int], cells: Grid, summaries: Summaries, drawn: Mapping[Moved, Grid]) -> list[Row]:
     """The speed-ups over every other system, by batch."""
     others = [policy for policy in dict.fromkeys(str(key[-1]) for key in cells) if policy != AUTOHETE]
-    return [
-        Row(
-            batch,
-            over,
-            ratio(batch, over, cells, summaries),
-            tuple(ratio(batch, over, some, summaries) for some in drawn.values()) if over in DRAWN else (),
-        )
-        for batch in batches
-        for over in others
-    ]
+    rows = []
+    for batch, over in product(batches, others):
+        nominal = Ratio.of([*by_model(batch, over, cells, summaries).values()])
+        if over not in DRAWN:
+            rows.append(Row(batch, over, nominal))
+            continue
+        draws = tuple(Ratio.of([*by_model(batch, over, some, summaries).values()]) for some in drawn.values())
+        readings = {what: factors(batch, over, cells, summaries, what) for what in ("average", "maximum")}
+        rows.append(Row(batch, over, nominal, draws, readings))
+    return rows
 
 
 def ratio_lines(rows: Sequence[Row]) -> list[list[object]]:
@@ -155,7 +209,7 @@ def ratio_lines(rows: Sequence[Row]) -> list[list[object]]:
 
 def print_ratios(rows: Sequence[Row]) -> None:
     """Print the speed-ups."""
-    columns = ["over", "batch", "models", "average", "5 to 95 %", "maximum", "5 to 95 %"]
+    columns = ["over", "batch", "models", "average", "interval", "maximum", "interval"]
     shown = table("speed-ups of AutoHete on 4 GPUs, simulated", columns, left=1)
     for row in rows:
         cells = [row.over, str(row.batch), str(row.nominal.models)]
@@ -237,7 +291,7 @@ def main(
         The hardware.
     """
     make_folder(out)
-    cells = grid(models, batches, (*POLICIES, *OTHERS), where.moved, where.hardware)
+    cells = grid(models, batches, (*POLICIES, *chain(*READINGS.values())), where.moved, where.hardware)
     points = [tuple((dict(moved) | dict(where.moved)).items()) for moved in draws(where.hardware, samples, seed, GPUS)]
     drawn = {moved: grid(models, batches[:1], DRAWN, moved, where.hardware) for moved in points}
     summaries = run_all(Cell.run, [cell for some in (cells, *drawn.values()) for cell in some.values()], jobs)

@@ -182,14 +182,14 @@ class Builder:
         return self.drafts[self._index[task]].lane
 
     def lives(self, kind: Kind) -> list[Life]:
-        """Lives of what the copies of a kind move, in the order in which they take places at its near end."""
-        copy = COPIES[kind]
-        near = (GPU_MEMORY,) if copy.near == GPU_MEMORY else (HOST_MEMORY, PINNED_MEMORY)
+        """Lives of what the copies or reductions of a kind move, in the order in which they take places at its near end."""
+        copy = COPIES.get(kind)  # None: a reduction, which frees what it has reduced
+        near = (GPU_MEMORY,) if copy is None or copy.near == GPU_MEMORY else (HOST_MEMORY, PINNED_MEMORY)
         found: list[tuple[int, Life]] = []
         for i, draft in enumerate(self.drafts):
             if draft.id.kind is not kind:
                 continue
-            takes_away = not copy.arrives
+            takes_away = copy is None or not copy.arrives
             moved = [each.id for each in (draft.frees if takes_away else draft.allocates) if each.id.memory in near]
             if moved:  # if several move together: the last begin and the last end
                 begin = max(self._last_writer(buffer, i) for buffer in moved) if takes_away else i

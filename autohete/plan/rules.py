@@ -26,6 +26,8 @@ _ENDS = (
     Kind.WRITE_PARAMETERS,
     Kind.GATHER_UPDATED,
 )
+#: What moves values that can share places: copies, and reductions, which free the gradients of which each GPU keeps a part.
+SLOTTED = (*COPIES, Kind.REDUCE_GRADIENTS)
 #: The copies of parameters in forward: home, and to the GPU.
 _IN_FORWARD = (Kind.WRITE_BACK_FORWARD, Kind.PREFETCH_FORWARD)
 
@@ -65,7 +67,9 @@ class Tasks(Protocol):
         """Return the first pass of backward that needs the unit's parameters."""
 
     def lives(self, kind: Kind) -> list[Life]:
-        """Return the lives of what the copies of a kind move, in the order in which they take their places on the GPU side."""
+        """Return the lives of what the copies or reductions of a kind move, in the order in which they take their places on the
+        GPU side.
+        """
 
     def starts_early(self, task: TaskId) -> bool:
         """Whether the task waits only for tasks of the previous iteration."""
@@ -160,11 +164,12 @@ class Window(Rule):
 @dataclass(frozen=True, slots=True)
 class Slots(Rule):
     """What the copies of a kind move shares ``count`` places: on the GPU, or on the host for copies from and to what is behind
-    it. A task that takes a place waits until the place taken ``count`` takes earlier is free.
+    it. A task that takes a place waits until the place taken ``count`` takes earlier is free. So do the buffers of
+    reductions, where each GPU keeps a part of what is reduced: a slow interconnect costs time, not memory.
 
     Args:
-        kind: a copy. For ``Kind.OFFLOAD_GRADIENTS``, backward takes a place and the copy frees it; for
-            ``Kind.FETCH_ACTIVATIONS``, the copy takes a place and backward frees it.
+        kind: a copy, or ``Kind.REDUCE_GRADIENTS``. For ``Kind.OFFLOAD_GRADIENTS``, backward takes a place and the copy frees
+            it; for ``Kind.FETCH_ACTIVATIONS``, the copy takes a place and backward frees it.
         count: number of places.
     """
 
@@ -173,8 +178,8 @@ class Slots(Rule):
 
     def __post_init__(self) -> None:
         _at_least_one(self, "count", self.count)
-        if self.kind not in COPIES:
-            raise InputError(f"{self}: a {KIND_MEANING[self.kind]} moves nothing: give a copy ({', '.join(COPIES)})")
+        if self.kind not in SLOTTED:
+            raise InputError(f"{self}: a {KIND_MEANING[self.kind]} moves nothing: give a copy ({', '.join(SLOTTED)})")
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""

@@ -33,31 +33,31 @@ class Counts:
         """Whether any engine other than the GPU has more than one task, so that the order matters."""
         return self.offloaded > 0 or self.cpu_updated > 1
 
-    def units(self, total: int, gradients: Format, upload: Format, gpus: int = 1) -> tuple[UnitPlan, ...]:
-        """The plans of ``total`` units on ``gpus`` GPUs, with the formats in which gradients and updated parameters are copied.
+    def units(self, total: int, gradients: Format, upload: Format, parts: int = 1) -> tuple[UnitPlan, ...]:
+        """The plans of ``total`` units, with the formats in which gradients and updated parameters are copied.
 
-        Several GPUs share each unit's update (ZeRO stage 2), and the parameters that are offloaded (stage 3): these rest in
-        parts where they are updated.
+        As many GPUs as there are ``parts`` share each unit's update (ZeRO stage 2), and the parameters that are offloaded
+        (stage 3): these rest in parts where they are updated. With one part they share nothing.
         """
         plans = []
         for unit in range(total):
             inner = 0 < unit < total - 1
             planned = _planned(
-                gradients, upload, gpus, offloaded=inner and unit <= self.offloaded, on_cpu=unit >= total - self.cpu_updated
+                gradients, upload, parts, offloaded=inner and unit <= self.offloaded, on_cpu=unit >= total - self.cpu_updated
             )
             recomputed = inner and unit <= self.checkpointed
             plans.append(replace(planned, activations=Activations.RECOMPUTE) if recomputed else planned)
         return tuple(plans)
 
 
-def _planned(gradients: Format, upload: Format, gpus: int, *, offloaded: bool, on_cpu: bool) -> UnitPlan:
+def _planned(gradients: Format, upload: Format, parts: int, *, offloaded: bool, on_cpu: bool) -> UnitPlan:
     """Where the parameters of a unit rest, and who updates them."""
     return UnitPlan(
-        parameters=Route(HOST_MEMORY, carried=upload) if offloaded and (on_cpu or gpus == 1) else Route(),
+        parameters=Route(HOST_MEMORY, carried=upload) if offloaded and (on_cpu or parts == 1) else Route(),
         update=Update(Processor.CPU if on_cpu else Processor.GPU),
         gradients=Route(HOST_MEMORY if on_cpu else GPU_MEMORY, carried=gradients),
         refresh=upload,
-        zero_stage=0 if gpus == 1 else 3 if offloaded else 2,
+        zero_stage=0 if parts == 1 else 3 if offloaded else 2,
     )
 
 
@@ -93,7 +93,8 @@ class BlockCosts:
         self.count, self.first_trained = len(blocks), profile.first_trained
         self.trained = [not block.is_frozen for block in blocks]
         self.shared, self.micro_batches = hardware.gpus > 1, profile.workload.micro_batches
-        copied = plan.units[0].gradients.carried, plan.units[0].refresh, hardware.gpus
+        first = plan.units[0]
+        copied = first.gradients.carried, first.refresh, hardware.gpus if first.zero_stage else 1
 
         def decided(*, offloaded: bool, on_cpu: bool) -> list[UnitCosts]:
             planned = _planned(*copied, offloaded=offloaded, on_cpu=on_cpu)

@@ -57,6 +57,8 @@ class AutoHete:
         some_checkpointed: the first blocks recompute their activations. Off: all or none do.
         parameter_offload: the first blocks have their parameters offloaded. Off: none.
         gpu_updates: the GPU updates the first blocks. Off: the CPU updates all.
+        replicated: several GPUs share nothing: each holds and updates every block as one GPU does. Another reading of the
+            system, as the text on several GPUs was not available.
     """
 
     priority: bool = True
@@ -67,6 +69,7 @@ class AutoHete:
     some_checkpointed: bool = True
     parameter_offload: bool = True
     gpu_updates: bool = True
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -150,10 +153,11 @@ class AutoHete:
         upload = 4 if self.fp32_upload else element
         kernel_bytes, elementwise_bytes = self._traffic(profile)
         gpus = profile.hardware.gpus
-        units = counts.units(len(profile.units), gradients=Format(element), upload=Format(upload), gpus=gpus)
+        parts = 1 if self.replicated else gpus
+        units = counts.units(len(profile.units), gradients=Format(element), upload=Format(upload), parts=parts)
         rules: list[Rule] = []
-        if counts.cpu_updated > GRADIENT_SLOTS * gpus:  # of a part each, in the same memory
-            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS * gpus))
+        if counts.cpu_updated > GRADIENT_SLOTS * parts:  # of a part each, in the same memory
+            rules.append(Slots(Kind.OFFLOAD_GRADIENTS, GRADIENT_SLOTS * parts))
         if self.priority and (counts.moves_several or gpus > 1):
             rules.append(ByPriority())
         if not self.across_iterations and (counts.cpu_updated or counts.offloaded or gpus > 1):

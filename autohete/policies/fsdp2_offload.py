@@ -35,7 +35,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, RefreshAfterUpdates, Sl
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import FSDP2, FSDP2_HOOKS, shared
+from autohete.policies.several_gpus import FSDP2, FSDP2_HOOKS, fsdp2_buffers, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -112,6 +112,7 @@ class Fsdp2Offload:
             units=shared((unit(0), *[unit(1)] * (last - 2), unit(last - 1), unit(last)), 3, profile),
             rules=(
                 Slots(Kind.OFFLOAD_GRADIENTS, 3) if self.pin_memory else BlockingCopies(Kind.OFFLOAD_GRADIENTS),
+                *fsdp2_buffers(profile),
                 UpdatesAfterBackward(),
                 RefreshAfterUpdates(),
                 Barrier(),

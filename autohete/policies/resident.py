@@ -2,7 +2,7 @@
 
 Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets,
 with stage 3 like FSDP2, where each unit is gathered while the one before it is computed and released after each use. Reductions
-overlap backward.
+overlap backward, which from stage 2 on waits for a free buffer as in FSDP2 or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, FlatBuffers, Footprint, Hooks, Plan, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.plan.rules import GpuUpdatesAfterBackward, Rule
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several
 from autohete.policies.several_gpus import (
@@ -25,12 +25,16 @@ from autohete.policies.several_gpus import (
     ZERO2_HOOKS,
     ZERO3,
     ZERO3_HOOKS,
+    deepspeed_buckets,
+    fsdp2_buffers,
     shared,
 )
 from autohete.profile import Profile
 
 #: ``sub_group_size`` of DeepSpeed's stage 3.
 _SUB_GROUP = 1_000_000_000
+#: ``reduce_bucket_size`` of DeepSpeed, in elements.
+_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Resident:
             return Plan(
                 policy="resident",
                 units=shared(units, self.zero_stage, profile),
-                rules=() if self.in_backward else (GpuUpdatesAfterBackward(),),
+                rules=(*([] if self.in_backward else [GpuUpdatesAfterBackward()]), *self._buffers(profile)),
                 sums_in_place=self.fused_sums,
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
@@ -102,6 +106,12 @@ class Resident:
             )
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
+
+    def _buffers(self, profile: Profile) -> tuple[Rule, ...]:
+        """The places for gradients before their reduction, where these are freed by it and the system limits them."""
+        if self.zero_stage < 2 or self.fsdp1:
+            return ()
+        return deepspeed_buckets(profile, self.zero_stage, _BUCKET) if self.deepspeed else fsdp2_buffers(profile)
 
     @property
     def _flat_buffers(self) -> FlatBuffers:

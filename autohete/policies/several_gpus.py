@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete.errors import InputError
 from autohete.plan import FlatBuffers, Hooks, UnitPlan
+from autohete.plan.rules import Rule, Slots
 from autohete.profile import Profile
+from autohete.schedule import Kind
 
 #: PyTorch's ``fully_shard``: what is gathered is split into parameters, and gradients are put together (2.13,
 #: ``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``foreach_reduce_scatter_copy_in``).
@@ -30,6 +33,38 @@ ZERO2_TO_OWNERS = FlatBuffers(reduce_copies=3)
 ZERO3_HOOKS, ZERO2_HOOKS = Hooks(52, 58), Hooks(0, 8)
 #: Those of FSDP gather and release whole units, parameter by parameter.
 FSDP1_HOOKS, FSDP2_HOOKS = Hooks(18, 22), Hooks(17, 22)
+
+
+#: Units whose gradients exist before they are reduced. FSDP2 keeps the input of one reduction beside what is computed: after
+#: each backward the compute stream waits for the reduction of the unit above (2.13, ``_fsdp_param_group.py``:
+#: ``post_backward``, ``reduce_scatter_max_input_buffers``). FSDP1 and DistributedDataParallel wait for none: gathers of the
+#: former queue behind its reductions, and buckets of the latter are the gradients, which stay until the update
+#: (``_runtime_utils.py``: ``_post_backward_hook``; ``reducer.cpp``).
+_FSDP2_UNITS = 2
+#: Buckets of DeepSpeed by stage. Stages 1 and 2 fill one while one is reduced, since the compute stream waits for the reduction
+#: stream before the next is (``stage_1_and_2.py``: ``average_tensor``, with ``overlap_comm``). Stage 3 fills one beside three,
+#: because the thread that launches backward waits for the third last (``stage3.py``: ``max_param_reduce_events``); edaa7221.
+_BUCKETS = {1: 2, 2: 2, 3: 4}
+
+
+def fsdp2_buffers(profile: Profile) -> tuple[Rule, ...]:
+    """The rule that backward of FSDP2 waits for a free buffer; none for one GPU."""
+    return (Slots(Kind.REDUCE_GRADIENTS, _FSDP2_UNITS),) if profile.hardware.gpus > 1 else ()
+
+
+def deepspeed_buckets(profile: Profile, zero_stage: int, bucket_elements: float) -> tuple[Rule, ...]:
+    """The rule that backward of DeepSpeed waits for a free bucket; none for one GPU, or if the buckets hold all gradients. A
+    place is a unit here: there are as many as fill the buckets, but two at least.
+
+    Args:
+        profile: the sizes of the units.
+        zero_stage: 1 to 3.
+        bucket_elements: ``reduce_bucket_size``.
+    """
+    largest = max(1, *(unit.trained_parameters for unit in profile.units[1:-1]))
+    places = max(2, math.ceil(_BUCKETS[zero_stage] * bucket_elements / largest))
+    holds_all = profile.hardware.gpus == 1 or places >= len(profile.units)
+    return () if holds_all else (Slots(Kind.REDUCE_GRADIENTS, places),)
 
 
 def shared(units: Iterable[UnitPlan], zero_stage: int, profile: Profile) -> tuple[UnitPlan, ...]:

@@ -43,7 +43,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import sub_groups
-from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, deepspeed_buckets, shared
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
@@ -164,7 +164,11 @@ class TwinFlow:
             policy="twin_flow",
             units=shared(units, 3, profile),
             rules=(
-                *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS, last_only=self.pin_memory)]),
+                *(
+                    deepspeed_buckets(profile, 3, 1e6 * self.bucket_size)
+                    if overlap
+                    else [BlockingCopies(Kind.OFFLOAD_GRADIENTS, last_only=self.pin_memory)]
+                ),
                 SerialUpdates(),
                 UpdatesAfterBackward(),
                 GpuUpdatesAfterBackward(),

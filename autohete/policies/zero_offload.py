@@ -42,7 +42,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import tensors
-from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, shared
+from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, deepspeed_buckets, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
@@ -174,7 +174,12 @@ class ZeroOffload:
             policy="zero_offload",
             units=shared((outer, *[replace(outer, activations=activations)] * (len(profile.units) - 2), outer), 2, profile),
             rules=(
-                *([] if overlap else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]),
+                # A copy that blocks backward follows its reduction, so no bucket has to be waited for besides.
+                *(
+                    deepspeed_buckets(profile, 2, 1e6 * self.bucket_size)
+                    if overlap
+                    else [BlockingCopies(Kind.OFFLOAD_GRADIENTS)]
+                ),
                 UpdatesAfterBackward(),
                 *([] if tiles or self.tile_overlap else [RefreshAfterUpdates()]),
                 *([RefreshAfterBackward()] if self.delayed_update else []),

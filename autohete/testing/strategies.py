@@ -39,6 +39,7 @@ from autohete.plan import (
     without_refused_rules,
 )
 from autohete.plan.rules import (
+    SLOTTED,
     Barrier,
     BlockingCopies,
     ByPriority,
@@ -57,7 +58,6 @@ from autohete.policies import POLICIES, NamedPolicy, parse_policy
 from autohete.policies.checkpointing import Checkpointing
 from autohete.profile import LossProfile, Profile, SavedTensors, UnitProfile, analytic_profile
 from autohete.schedule import (
-    COPIES,
     GPU_MEMORY,
     HOST_MEMORY,
     Buffer,
@@ -443,7 +443,7 @@ def _rule(dice: Dice, units: int) -> Rule:
     others = (
         BlockingCopies(following, some if dice.flip() else None, dice.flip()),
         Window(count),
-        Slots(dice.of(sorted(COPIES)), count),
+        Slots(dice.of(sorted(SLOTTED)), count),
     )
     return dice.of([plain, *others, SerialUpdates(some)])
 

@@ -50,6 +50,7 @@ def test_presets_are_filtered() -> None:
     nodes = autohete("presets", "hardware", "RTX 4090").stdout
     assert [line.split()[0] for line in nodes.splitlines() if "4090" in line] == [
         "rtx4090-2gpu",
+        "rtx4090-4gpu",
         "rtx4090-8gpu",
         "rtx4090-desktop-64gb",
         NODE,

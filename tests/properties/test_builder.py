@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autohete.analysis.occupancy import occupancy
 from autohete.errors import RuleError
 from autohete.execution.trace import Trace
 from autohete.hardware import load_hardware
@@ -25,6 +27,7 @@ from autohete.plan.rules import (
     UpdatesAfterBackward,
     Window,
 )
+from autohete.policies import parse_policy
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     COPIES,
@@ -43,6 +46,7 @@ from autohete.schedule import (
     parse_task_id,
     validate,
 )
+from autohete.simulate import judge_for
 from autohete.testing import checks, strategies
 from autohete.testing.checks import idle_rules
 from autohete.testing.list_scheduler import list_schedule
@@ -254,6 +258,26 @@ def test_updates_wait_for_the_recomputation_that_follows() -> None:
         parts = [place[TaskId(Kind.GPU_UPDATE, unit, again=part)] for part in (0, 1)]
         after, before = place[parse_task_id(follows)], place.get(TaskId(Kind.BACKWARD, unit - 1), len(order))
         assert after < parts[0] < parts[1] < before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["resident:zero_stage=2", "resident:zero_stage=2,deepspeed", "zero_offload:paper"])
+def test_a_slow_interconnect_costs_time_and_no_memory(policy: str) -> None:
+    """On several GPUs backward waits for a free buffer; without the rule its gradients pile up before their reductions."""
+    slots = Slots(Kind.REDUCE_GRADIENTS, 2)
+    workload = Workload("gpt", 4096, 12, 32, vocabulary_size=500, sequence_length=64, batch_size=1)
+
+    def peak(bandwidth: str, *rules: Rule) -> int:
+        hardware = load_hardware("rtx4090-8gpu", {"interconnect.bandwidth": bandwidth}).shared_by(4)
+        profile = analytic_profile(workload, hardware)
+        plan = parse_policy(f"{policy},checkpointing=none").plan(profile, judge_for(profile))
+        (own,) = (rule for rule in plan.rules if isinstance(rule, Slots))
+        assert own.kind is slots.kind
+        assert own.count == (2 if policy == "resident:zero_stage=2" else math.ceil(2 * 500e6 / profile.units[1].parameters))
+        plan = replace(plan, rules=(*(rule for rule in plan.rules if rule != own), *rules))
+        return occupancy(list_schedule(validate(lower(profile, plan)), 4), GPU_MEMORY).peak_bytes
+
+    assert peak("100MB/s", slots) == peak("18GB/s", slots) < peak("100MB/s")
 
 
 def test_rules_that_contradict_each_other() -> None:

@@ -141,6 +141,14 @@ def test_no_choice_goes_below_its_bounds(seed: int, clip_norm: float | None, gpu
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100 if WIDE else 3))
+def test_no_choice_goes_below_its_bounds_where_nothing_is_shared(seed: int) -> None:
+    """The same where each of several GPUs holds and updates everything."""
+    case = draw(seed, gpus=3)
+    check_bounds(replace(case, policy=replace(case.policy, replicated=True)), seed)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 3])
 @pytest.mark.parametrize("seed", range(100 if WIDE else 4))
 def test_no_choice_with_frozen_parameters_goes_below_its_bounds(seed: int, gpus: int) -> None:
