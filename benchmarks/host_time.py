@@ -190,7 +190,7 @@ def main() -> None:
     )
     for name in sys.argv[1:] or ("Llama", "Qwen3", "GPT2"):
         modules = sum(1 for _ in next(m for m in model(name).modules() if isinstance(m, nn.ModuleList))[0].modules())
-        for label, measure in {
+        measures: dict[str, Callable[[str], Any]] = {
             name: plain,
             f"{name}, recomputed": recomputed,
             f"{name}, recomputed, reentrant": lambda name: recomputed(name, reentrant=True),
@@ -199,7 +199,8 @@ def main() -> None:
             f"{name}, ZeRO-3": lambda name: zero(name, 3),
             f"{name}, FSDP1": lambda name: sharded(name, 1),
             f"{name}, FSDP2": lambda name: sharded(name, 2),
-        }.items():
+        }
+        for label, measure in measures.items():
             try:
                 kernels, operations = measure(name)
             except ModuleNotFoundError as error:
