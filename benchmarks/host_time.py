@@ -182,14 +182,15 @@ def main() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
     os.environ.update(environment, DS_ACCELERATOR="cpu")
     fake: Any = import_module("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=8, store=fake.FakeStore())
+    start: Any = dist.init_process_group
+    start("fake", rank=0, world_size=8, store=fake.FakeStore())
     shown = table(
         f"PyTorch {torch.__version__}, one CPU thread, an operation of {unit_seconds() * 1e6:.1f} us",
         ["", "modules", "kernels forward", "backward", "operations forward", "backward"],
     )
     for name in sys.argv[1:] or ("Llama", "Qwen3", "GPT2"):
         modules = sum(1 for _ in next(m for m in model(name).modules() if isinstance(m, nn.ModuleList))[0].modules())
-        for label, measure in {
+        measures: dict[str, Callable[[str], Any]] = {
             name: plain,
             f"{name}, recomputed": recomputed,
             f"{name}, recomputed, reentrant": lambda name: recomputed(name, reentrant=True),
@@ -198,7 +199,8 @@ def main() -> None:
             f"{name}, ZeRO-3": lambda name: zero(name, 3),
             f"{name}, FSDP1": lambda name: sharded(name, 1),
             f"{name}, FSDP2": lambda name: sharded(name, 2),
-        }.items():
+        }
+        for label, measure in measures.items():
             try:
                 kernels, operations = measure(name)
             except ModuleNotFoundError as error:

@@ -145,7 +145,8 @@ class Source(_Table):
         except InputError as error:
             return {}, str(error)
         predicted = phases(simulation)
-        # With reserved_bytes: if RESERVED in asked: predicted[RESERVED] = simulation.gpu.reserved_bytes / 2**30
+        if RESERVED in asked:
+            predicted[RESERVED] = simulation.gpu.reserved_bytes / 2**30
         if LONGEST in asked:
             predicted[LONGEST] = self.longest(row)
         return predicted, fullest(simulation)

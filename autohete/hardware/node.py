@@ -31,7 +31,7 @@ class Gpu:
         memory_bandwidth: bytes/s, from the datasheet.
         memory_efficiency: share of the memory bandwidth that elementwise kernels reach.
         gemm_efficiency: share of the 16-bit peak that a large matrix product reaches.
-        kernel_overhead_seconds: time between two short kernels in a full stream.
+        kernel_overhead_seconds: time from the start of a short kernel to that of the next in a full stream, without its work.
         gemm_efficiency_32bit: share of the 32-bit peak that a large matrix product reaches; None: same as in 16 bit.
         peak_8bit_flops: dense peak of 8-bit floating point; None: it has none, or it is not known.
         multiprocessors: number of them, for the efficiency of small matrix products; None: as efficient as large ones.
@@ -142,7 +142,8 @@ class Cpu:
         update_bandwidth: DRAM traffic (bytes/s) that one process reaches with the Adam kernel on all cores.
         elementwise_bandwidth: DRAM traffic of PyTorch's elementwise kernels (unscaling, casts); None: same as Adam.
         concurrent_share: share of these rates that the CPU reaches while the GPU computes.
-        launch_seconds: time for the host to launch one kernel; no pass is faster than the launches of its kernels.
+        launch_seconds: time of one small operation of a framework on one core, such as adding two tensors whose gradient is
+            recorded, with the launch of its kernel. No pass is faster than the operations that the host does for it.
         ranks_update_bandwidth: total DRAM traffic of updates with one process per GPU, each bound to its cores, including
             elementwise kernels; None: same as one process on all cores. Not limited by ``Host.usable_share``, which is
             observed with a single process.

@@ -168,14 +168,16 @@ class Hooks:
     Args:
         forward: in a forward or a recomputation.
         backward: in a backward.
+        recomputation: in a recomputation, besides those of a forward.
     """
 
     forward: float = 0.0
     backward: float = 0.0
+    recomputation: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("forward", "backward"):
+        for name in ("forward", "backward", "recomputation"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{name} of hooks is {value}: it must be a finite number of operations, 0 or more")

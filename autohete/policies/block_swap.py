@@ -92,7 +92,7 @@ class BlockSwap:
         """The smallest N of which ``plan`` is this system's plan."""
         lists, activations = block_lists(profile), plan.units[1].activations
         plans = (self._plan(profile, lists, blocks, activations) for blocks in range(most_blocks(lists) + 1))
-        return next(blocks for blocks, one in enumerate(plans) if one == plan)
+        return next(blocks for blocks, one in enumerate(plans) if one.units == plan.units)
 
     def _fewest(self, profile: Profile, lists: Sequence[range], activations: Activations, judge: Judge) -> int:
         """The smallest number with which the model fits; if it does not, the largest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 
 from autohete.errors import check_member
@@ -10,6 +11,11 @@ from autohete.lowering import never_fits
 from autohete.plan import Activations, Plan
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.profile import Profile
+from autohete.workload import Kernels
+
+#: Operations of the host that ``torch.utils.checkpoint``, reentrant, adds to a recomputation, for each module of a block of
+#: transformers. Not reentrant, it adds 7 to the forward and 14 to the recomputation (benchmarks/host_time.py).
+_CHECKPOINT_OPERATIONS = 4.6
 
 
 class Checkpointing(StrEnum):
@@ -30,13 +36,20 @@ def choosable(profile: Profile) -> tuple[Checkpointing, ...]:
 def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], Plan], profile: Profile, judge: Judge) -> Plan:
     """The plan of ``plan_for`` under ``choice``. For ``BEST``, the faster one that fits."""
     check_member("choice", choice, Checkpointing)
+
+    def recomputing() -> Plan:
+        plan = plan_for(Activations.RECOMPUTE)
+        if profile.workload.kernels not in (Kernels.EAGER, Kernels.EAGER_FLASH):
+            return plan
+        return replace(plan, hooks=replace(plan.hooks, recomputation=_CHECKPOINT_OPERATIONS))
+
     if choice is Checkpointing.FULL:
-        return plan_for(Activations.RECOMPUTE)
+        return recomputing()
     if choice is Checkpointing.SELECTIVE:
         return plan_for(Activations.SELECTIVE)
     if choice is Checkpointing.NONE:
         return plan_for(Activations.KEEP)
-    full, none = plan_for(Activations.RECOMPUTE), plan_for(Activations.KEEP)
+    full, none = recomputing(), plan_for(Activations.KEEP)
     if judge(full).verdict is Verdict.OK and never_fits(profile, none):
         return full  # the other need not be simulated
     return better([full, none], judge)

@@ -38,9 +38,11 @@ class Rates:
 
     def _gemm_seconds(self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False) -> float:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
-        fp8 the operands have one byte each; the result has not.
+        fp8 the operands have one byte each; the result has not. While a tile's pipeline fills, and while its result is written,
+        it waits for memory; so the product takes at most as long as both after each other, which bounds those of small inner
+        size, such as adapters.
         """
-        shape = (inner + _GEMM_INNER_HALF) / inner
+        shape = 1.0
         if self.multiprocessors is not None:
             # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
             waves = batch * rows * columns / _TILE**2 / self.multiprocessors
@@ -48,7 +50,8 @@ class Rates:
         arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
         operand = 1 if fp8 else self.element
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
-        return max(arithmetic, traffic)
+        filled = arithmetic * (inner + _GEMM_INNER_HALF) / inner
+        return max(traffic, min(filled, arithmetic + traffic))
 
     def _split_gemm_seconds(self, rows: float, columns: float, inner: float) -> float:
         """The same where few tiles sum over much: the sum is split, so that all multiprocessors take part (CUTLASS, "Efficient

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
-from autohete.profile.adapters import PEFT_MODULES, PEFT_OPERATIONS, additions, shares_input
+from autohete.profile.adapters import PEFT_OPERATIONS, additions, shares_input
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import (
@@ -29,10 +29,11 @@ from autohete.profile.kernels.decoders import (
 )
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
+from autohete.profile.modules import called_modules
 from autohete.profile.rates import CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, NormPlace, Product, gpt2_block
+from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import LAST
@@ -258,24 +259,8 @@ class _Roofline(Rates):
             largest_parameter=max((matrix.parameters for matrix in w.trained_matrices(unit)), default=None),
             forward_host_seconds=forward_host,
             backward_host_seconds=backward_host,
-            modules=self._modules(unit),
+            modules=called_modules(w, unit),
         )
-
-    def _modules(self, unit: int) -> int:
-        """Modules of ``transformers`` that a pass of the unit calls, and those in PEFT's layers."""
-        w, role = self.workload, self.workload.role(unit)
-        if not w.is_inner(unit):
-            return 2 if role is BlockRole.HEAD else 1
-        block, parts = w.block(unit), w.components(unit)
-        of_components = 0
-        for one in parts:
-            norms = 1 + (block.norm_place is NormPlace.BOTH)
-            if isinstance(one, Attention):
-                norms += 2 * (one.head_norm or one.whole_norm)
-            activation = isinstance(one, Mlp | Experts)
-            of_components += 1 + norms + activation + block.dropout
-        layers = len(w.linear_layers(unit)) + PEFT_MODULES * len(w.adapted_layers(unit))
-        return (block.mixer in parts) + of_components + layers
 
     def _casts_inputs(self, unit: int) -> bool:
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""

@@ -29,6 +29,7 @@ from autohete.plan import (
     FlatBuffers,
     Footprint,
     Format,
+    Hooks,
     ParameterSlots,
     Plan,
     Processor,
@@ -269,6 +270,8 @@ def _synthetic(dice: Dice, max_micro_batches: int) -> Profile:
             saved=_saved_tensors(dice, kept - given) if 0 < index < workload.unit_count - 1 else (),
             measured_selective_workspace_bytes=(size(), size()) if dice.flip() else None,
             shorter_recompute_seconds=dice.of([None, 0.0, forward / 2, forward]),
+            forward_host_seconds=dice.of([0.0, forward]),
+            modules=dice.whole(0, 20),
         )
 
     units = tuple(unit(index) for index in range(workload.unit_count))
@@ -376,6 +379,7 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
             pins_optimizer=dice.flip(),
         ),
         flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
+        hooks=Hooks(dice.whole(0, 60), dice.whole(0, 60), dice.whole(0, 9)),
     )
     plan = without_contradictions(profile, plan)
     if dice.flip():

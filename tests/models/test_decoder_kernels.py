@@ -169,3 +169,14 @@ def test_an_early_stop_leaves_out_what_torch_leaves_out(family: str, products: i
     times = unit(stopped, 0)
     last = 2 * stopped.tokens * WIDE["hidden_size"] * WIDE["intermediate_size"] / A100.gpu.peak_16bit_flops
     assert times.forward_seconds - times.recompute_seconds > products * last
+
+
+@pytest.mark.parametrize(("family", "index"), LAYERS)
+def test_a_block_calls_as_many_modules_as_the_profile_says(family: str, index: int) -> None:
+    """What a system hooks are the modules that a forward calls. Dropout and MLP of OPT are functions, here three modules."""
+    workload, block = wide(family, Precision.BF16), layer(family, index, Precision.BF16)
+    called: list[nn.Module] = []
+    for module in block.layer.modules():
+        module.register_forward_pre_hook(lambda one, _: called.append(one))
+    block(given(workload))
+    assert unit(workload, index).modules == len(called) + 3 * (family == "opt")
