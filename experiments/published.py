@@ -66,9 +66,9 @@ from experiments.shared import csv_text
 FOLDER = Path(__file__).parent / "published"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
 #: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, of what PyTorch's allocator
-#: reserves for them, and of the whole host. The longest sequence that fits is in tokens, a multiple of 1,024.
+#: reserves for them, of what nvidia-smi shows, which has the context as well, and of the whole host. The longest sequence that fits is in tokens, a multiple of 1,024.
 VERDICT, COUNT, LONGEST = "fits", "cpu_updated_blocks", "longest_sequence"
-PEAKS = PEAK, RESERVED, HOST_PEAK = "gpu_peak", "gpu_reserved", "host_peak"
+PEAKS = PEAK, RESERVED, USED, HOST_PEAK = "gpu_peak", "gpu_reserved", "gpu_used", "host_peak"
 UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB")
 #: Quantities of a part of a run, or of a run of another length: that they were measured does not say that the row fits.
 _NOT_OF_THE_RUN = {"block_forward", "block_backward", "passes", LONGEST}
@@ -145,8 +145,10 @@ class Source(_Table):
         except InputError as error:
             return {}, str(error)
         predicted = phases(simulation)
-        if RESERVED in asked:
-            predicted[RESERVED] = simulation.gpu.reserved_bytes / 2**30
+        if not {RESERVED, USED}.isdisjoint(asked):
+            reserved = simulation.gpu.reserved_bytes
+            predicted[RESERVED] = reserved / 2**30
+            predicted[USED] = (reserved + simulation.profile.hardware.gpu.reserved_bytes) / 2**30
         if LONGEST in asked:
             predicted[LONGEST] = self.longest(row)
         return predicted, fullest(simulation)
@@ -369,6 +371,7 @@ _SCORED = {
     "phase": ("phases", 0.12, None),
     PEAK: ("GPU peaks", 0.06, 0.10),
     RESERVED: ("reserved peaks", None, 0.10),
+    USED: ("peaks by nvidia-smi", None, 0.10),
     HOST_PEAK: ("host peaks", None, None),
     LONGEST: ("longest sequences", None, 0.12),
 }
@@ -539,6 +542,7 @@ _MARKS = {
     "phase": ("^", ORANGE),
     PEAK: ("s", GREEN),
     RESERVED: ("v", SKY),
+    USED: ("<", SKY),
     HOST_PEAK: ("P", VERMILION),
     LONGEST: ("D", PURPLE),
 }
