@@ -351,20 +351,13 @@ class _Roofline(Rates):
 
     def _chunked_loss(self) -> LossProfile:
         """A kernel reads a chunk's logits and writes their gradient in their place. It reads each row twice, the second time
-        from cache, where those of all multiprocessors fit (300 KB for 150,000 logits).
-
-        The gradient of the head's matrix is added up over chunks. In LLMQ at b77d9691 the product does that, within its own
-        traffic (``fused_classifier.cu``; ``accumulate`` in ``_backward_lmhead`` of ``llama_model.cpp``). In Liger Kernel, as of
-        2025, the product is cast to fp32 and then added (``grad_weight += torch.mm(...).float()`` in
-        ``ops/fused_linear_cross_entropy.py``). LLMQ's is the loss whose number of chunks is given.
+        from cache, where those of all multiprocessors fit (300 KB for 150,000 logits). LLMQ at b77d9691,
+        ``fused_classifier.cu`` and ``_backward_lmhead`` in ``llama_model.cpp``; Liger Kernel, ``cross_entropy.py`` and
+        ``fused_linear_cross_entropy.py``. From 2025-08 to 2026-08 (2845fe83 to pull 1454) Liger did not add up the gradient of
+        the head's matrix in the product, but in two passes more.
         """
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)
-        added = chunks * w.trains_base(0 if w.tied_embeddings else w.unit_count - 1)  # a frozen matrix has no gradient
-        in_product = w.loss_chunks is not None
-        cast = 0 if element == 4 else element + 4
-        added_bytes = 0 if in_product else cast + 2 * element + 4
-        traffic = 2 * element * w.tokens * w.vocabulary_size + added_bytes * added * w.vocabulary_size * w.hidden_size
-        kernels = (4 if in_product else 6) * chunks
+        kernels, traffic = 4 * chunks, 2 * element * w.tokens * w.vocabulary_size
         seconds = self._pass_seconds(traffic / self.bandwidth, kernels, self._host_seconds(kernels))
         return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)
