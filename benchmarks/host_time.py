@@ -145,7 +145,7 @@ def recomputed(name: str, *, reentrant: bool = False) -> Any:
 
 
 def zero(name: str, stage: int) -> Any:
-    """A model under DeepSpeed. What 0.18 does for each gradient, counting the parameters that take part, is left out."""
+    """A model under DeepSpeed, without the counting for each gradient that only 0.18.5 and 0.18.6 do (pull 7886)."""
     deepspeed = import_module("deepspeed")
     for file in ("stage3", "stage_1_and_2"):
         vars(import_module(f"deepspeed.runtime.zero.{file}"))["count_used_parameters_in_backward"] = len
