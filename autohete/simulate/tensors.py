@@ -16,8 +16,8 @@ from autohete.schedule import Buffer, Kind, Value
 from autohete.workload.model import Experts, Mlp
 from autohete.workload.traced import TracedWorkload
 
-#: An operation keeps at most so many tensors of one width.
-_ALIKE = 16
+#: An operation keeps at most so many tensors of one width. Those of many experts are one, with more rows.
+_ALIKE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class TensorSizes:
         if sum(saved) > size:
             saved = []
         for one in (*saved, size - sum(saved)):
-            width = next((w for w in self._widths(unit) if w and one % w == 0 and one // w <= _ALIKE), costs.input_bytes)
-            found += _cut(one, width)
+            alike = (width for width in self._widths(unit) if width and one % width == 0 and one // width <= _ALIKE)
+            found += _cut(one, next(alike, max(costs.input_bytes, -(-one // _ALIKE))))
         return found
 
     def _widths(self, unit: int) -> list[int]:
@@ -85,7 +85,7 @@ class TensorSizes:
 
 def _cut(size: int, piece: int) -> list[int]:
     """Split into pieces of a size, and what is left."""
-    if piece <= 0 or size // piece > 1000:
+    if piece <= 0:
         return [size] * (size > 0)
     left = size % piece
     return [piece] * (size // piece) + [left] * (left > 0)
