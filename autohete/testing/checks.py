@@ -173,7 +173,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
         update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
         refresh = TaskId(Kind.REFRESH, unit)
-        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
+        home = Kind.WRITE_BACK_STATES if decisions.parameters_with_states else Kind.WRITE_BACK_BACKWARD
+        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(home, unit)
         fetches = {
             TaskId(Kind.PREFETCH_FORWARD, unit): leaves and not route.stays_after_backward,
             TaskId(Kind.PREFETCH_BACKWARD, unit): leaves and not route.stays_after_forward,
