@@ -150,7 +150,8 @@ def phases(simulation: Simulation) -> dict[str, float]:
     begin = int(trace.start_ns[at, kinds[Kind.FORWARD]].min())
     turn = int(trace.end_ns[at, kinds[Kind.LOSS]].max())
     backward = list(kinds[Kind.BACKWARD])
-    if any(isinstance(rule, BlockingCopies) and rule.kind is Kind.OFFLOAD_GRADIENTS for rule in plan.rules):
+    flushes = [rule for rule in plan.rules if isinstance(rule, BlockingCopies) and rule.units is None]
+    if any(rule.kind is Kind.OFFLOAD_GRADIENTS for rule in flushes):
         backward += kinds[Kind.OFFLOAD_GRADIENTS]
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())
