@@ -66,8 +66,8 @@ from experiments.shared import csv_text
 FOLDER = Path(__file__).parent / "published"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
 #: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, of what PyTorch's allocator
-#: reserves for them, of what nvidia-smi shows, which includes the context, and of the whole host. The longest sequence that fits
-#: is in tokens, a multiple of 1,024.
+#: reserves for them, of what nvidia-smi shows, which includes the context, and of the whole host. The longest sequence that
+#: fits is in tokens, a multiple of 1,024.
 VERDICT, COUNT, LONGEST = "fits", "cpu_updated_blocks", "longest_sequence"
 PEAKS = PEAK, RESERVED, USED, HOST_PEAK = "gpu_peak", "gpu_reserved", "gpu_used", "host_peak"
 UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB")
@@ -209,7 +209,8 @@ def phases(simulation: Simulation) -> dict[str, float]:
     begin = int(trace.start_ns[at, kinds[Kind.FORWARD]].min())
     turn = int(trace.end_ns[at, kinds[Kind.LOSS]].max())
     backward = list(kinds[Kind.BACKWARD])
-    if any(isinstance(rule, BlockingCopies) and rule.kind is Kind.OFFLOAD_GRADIENTS for rule in plan.rules):
+    flushes = [rule for rule in plan.rules if isinstance(rule, BlockingCopies) and rule.units is None]
+    if any(rule.kind is Kind.OFFLOAD_GRADIENTS for rule in flushes):
         backward += kinds[Kind.OFFLOAD_GRADIENTS]
     back = int(trace.end_ns[at, backward].max())
     following = int(trace.start_ns[at + 1, kinds[Kind.FORWARD]].min())

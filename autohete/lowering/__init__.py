@@ -175,6 +175,8 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
             "gradients cannot replace parameters that the GPU updates and that are their own master weights: update on the "
             "CPU, or train in 16 bit with masters"
         )
+    if profile.workload.has_masters and any(unit.parameters_with_states for unit in plan.units):
+        raise InputError("parameters_with_states is for parameters that are their own masters: train without masters")
     if profile.workload.micro_batches > 1:
         _check_accumulation(profile, plan)
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
@@ -377,6 +379,10 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -
     def update(unit: int) -> None:
         if shards.is_frozen(unit):
             parameters.after_backward(unit)
+            return
+        if plan.units[unit].parameters_with_states:
+            parameters.after_backward(unit)
+            updates.update(unit)
             return
         updates.update(unit)
         parameters.after_update(unit)

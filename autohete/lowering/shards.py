@@ -49,6 +49,7 @@ class Shards:
 
     def _sizes_of(self, unit: int) -> UnitSizes:
         profile, on_gpu, on_cpu = self._profile, self._on_gpu[unit], self._updated[unit] - self._on_gpu[unit]
+        with_states = self._plan.units[unit].parameters_with_states
         return UnitSizes(
             element_bytes=profile.element_bytes,
             parameters=self.parameters(unit),
@@ -59,7 +60,7 @@ class Shards:
             frozen_bytes=self._frozen_bytes[unit],
             gpu_updated=on_gpu,
             cpu_updated=on_cpu,
-            gpu_state_bytes=profile.state_bytes(unit, on_gpu),
+            gpu_state_bytes=profile.state_bytes(unit, on_gpu) + on_gpu * profile.element_bytes * with_states,
             cpu_state_bytes=profile.state_bytes(unit, on_cpu),
             summed_bytes=profile.units[unit].trained_parameters * profile.element_bytes * (profile.workload.micro_batches > 1),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
@@ -135,6 +136,11 @@ class Shards:
             stage = self.stage(unit)
             if refusal := refused_stage(self._profile, unit, plan, stage):
                 raise InputError(refusal)
+            if stage and plan.parameters_with_states:
+                raise InputError(
+                    f"parameters of unit {unit} travel with the states, but each GPU has states of a part of them: leave "
+                    "parameters_with_states out, or give zero_stage 0"
+                )
             if stage >= 2 and self._plan.gradients_in_parameters(unit):
                 raise InputError(
                     f"gradients of unit {unit} lie where its parameters do, but each GPU keeps a part of them: give them "

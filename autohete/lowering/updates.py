@@ -152,7 +152,8 @@ class Updates:
         update = b.add(task_id(Kind.GPU_UPDATE, unit, again=part), GPU, seconds)
         self._takes_gradients(update, is_last=is_last)
         self._clipping.scale(update)
-        b.write(update, self._shards.parameters(unit), unit)
+        if not self._plan.units[unit].parameters_with_states:
+            b.write(update, self._shards.parameters(unit), unit)
         # A partial update needs no less workspace if the kernel works in pieces.
         workspace = self._profile.units[unit].gpu_update_workspace_bytes + self._plan.footprint.gpu_update_bytes
         b.workspace(update, workspace)
@@ -174,6 +175,8 @@ class Updates:
         if up := self._copies.find(Kind.FETCH_STATES, unit, part=part):
             fetch = self._copies.add(Kind.FETCH_STATES, unit, unit, part=part)
             b.read(fetch, Value.OPTIMIZER_STATES, unit, up.source)
+            if self._plan.units[unit].parameters_with_states:
+                b.read(fetch, Value.PARAMETERS, unit, up.source)
             b.make(fetch, on_gpu(Value.OPTIMIZER_STATES, unit, again=part), up.size_bytes)
             self._in_turn(fetch, Kind.WRITE_BACK_STATES, self._fetched)
 
@@ -192,6 +195,8 @@ class Updates:
             back = self._copies.add(Kind.WRITE_BACK_STATES, unit, unit, part=part)
             b.read(back, Value.OPTIMIZER_STATES, unit)
             b.write(back, Value.OPTIMIZER_STATES, unit, down.target)
+            if self._plan.units[unit].parameters_with_states:
+                b.write(back, Value.PARAMETERS, unit, down.target)
             b.free(back, on_gpu(Value.OPTIMIZER_STATES, unit, again=part))
         if home := self._copies.find(Kind.WRITE_STATES, unit, part=part):
             write = self._copies.add(Kind.WRITE_STATES, unit, unit, part=part)

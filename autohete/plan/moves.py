@@ -123,7 +123,7 @@ class UnitSizes:
         kept: those of them that the GPU holds between uses.
         frozen_bytes: size of the frozen ones that it holds.
         gpu_updated, cpu_updated: parameters that each processor updates.
-        gpu_state_bytes, cpu_state_bytes: size of their optimizer states.
+        gpu_state_bytes, cpu_state_bytes: size of their optimizer states, and of parameters that travel with them.
         summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
@@ -169,7 +169,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
     if not unit.parameters.leaves:
         yield Resting(sizes.parameters, GPU_MEMORY, sizes.kept * sizes.element_bytes + sizes.frozen_bytes)
     else:
-        copy = 0 if held.one_host_copy and on_cpu else sizes.kept * held.host_parameter_bytes
+        copy = 0 if (held.one_host_copy and on_cpu) or unit.parameters_with_states else sizes.kept * held.host_parameter_bytes
         memory = pinned if unit.parameters.carried.pinned else HOST_MEMORY
         if unit.parameters.far:
             copy, memory = sizes.kept * sizes.element_bytes, unit.parameters.home
@@ -238,7 +238,7 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
     if not sizes.is_trained:
         return
     moved_later = route.stays_after_backward and route.moves  # after the next forward
-    if route.leaves and not moved_later and (route.far or not on_cpu):
+    if route.leaves and not moved_later and (route.far or not on_cpu) and not unit.parameters_with_states:
         size = sizes.parameter_bytes if route.moves else (sizes.kept if on_cpu else sizes.trained) * sizes.element_bytes
         there = Processor.CPU if on_cpu else Processor.GPU
         for source, target in pairwise(reversed(sizes.way(route.home, there))):

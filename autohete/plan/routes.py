@@ -202,6 +202,8 @@ class UnitPlan(Hashed):
         kept: where the values that forward keeps rest: activations with the input, or with recomputation the input.
         saved: the tensors that forward saves and that go another way.
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
+        parameters_with_states: parameters that rest on the host and are their own masters leave after backward and travel with
+            the states to an update on the GPU, and home with them. Otherwise they stay from the last backward to the update.
         sum_bytes: bytes per element in which the CPU accumulates gradients, and in which they are copied after each micro-batch
             but the last. None: as in ``gradients``.
         sums_pinned: the host has pinned memory for these copies, even if not for that of the last micro-batch.
@@ -221,6 +223,7 @@ class UnitPlan(Hashed):
     kept: Route = Route()
     saved: tuple[SavedRoute, ...] = ()
     states: Route = Route()
+    parameters_with_states: bool = False
     sum_bytes: int | None = None
     sums_pinned: bool = False
     again: tuple[Activations, ...] = ()
@@ -255,6 +258,17 @@ class UnitPlan(Hashed):
                 f"states rest in {self.gradients.home} and the CPU update, or let the gradients rest on the host"
             )
         self._check_formats()
+        if self.parameters_with_states and (
+            not self.fetches_states
+            or (self.parameters.home, self.states.home) != (HOST_MEMORY, HOST_MEMORY)
+            or self.gradients_replace_parameters
+            or self.parameters.moves
+            or self.parameters.stays_after_backward
+        ):
+            raise InputError(
+                "parameters_with_states is for parameters that rest on the host with the states, leave after backward, and are "
+                "updated on the GPU: plan them so, or leave it out"
+            )
         if not 0 <= self.zero_stage <= 3:
             raise InputError(f"zero_stage is {self.zero_stage}: give 0 to 3")
         if self.sum_bytes is not None and not (self.accumulates_on_host and 1 <= self.sum_bytes <= 64):

@@ -8,7 +8,8 @@ Adam runs on the GPU. Its data rests in pinned host memory and is fetched block 
   ``src/models/llama_weights.cpp``). Fetches wait for the last backward (``begin_optimizer``), which the clipped norm needs.
 - ``--shard-weights`` with masters on the host, on one GPU: weights are fetched block by block into two buffers, those of the
   next block while one computes (``gather_block`` in ``src/models/llama_model.cpp``). The last two blocks and the head are still
-  on the GPU when backward begins. Gradients stay on the GPU until the step.
+  on the GPU when backward begins. Gradients stay on the GPU until the step, for which weights that are their own masters are
+  fetched again, with the moments (``fetch_master_block``).
 - ``--offload-residual``: the input of each block is copied to the host after forward and fetched back while backward computes
   the block above (``src/models/llama_run_state.cpp``, ``put_res_ffn`` and ``fetch_res_ffn``). Inputs have two buffers:
   a forward waits for the copy of the input whose buffer it overwrites. Here that copy begins one pass later, when the block has
@@ -78,15 +79,16 @@ class StreamedStates:
             check_one_gpu("streamed_states:weights", profile)
         last = len(profile.units) - 1
         passes = 1 if activations is Activations.KEEP else 2  # over a block in backward
-        # Gradients stay until the step, and weights do not: with both in one place the GPU holds the same amount as in LLMQ.
-        # Without masters the update needs the weights themselves, and with several micro-batches the next one does.
-        once = profile.workload.micro_batches == 1
-        in_one_place = self.weights and once and profile.workload.has_masters
+        # Gradients stay until the step, and weights do not: they come again as masters. With masters besides, gradients of one
+        # micro-batch and weights in one place take as much of the GPU; with several, the next one needs the weights.
+        masters = profile.workload.has_masters
+        in_one_place = masters and profile.workload.micro_batches == 1
         resident = UnitPlan(states=Route(HOST_MEMORY, ahead=_BUFFERS - 1))
         leaving = replace(
             resident,
             parameters=Route(HOST_MEMORY, ahead_in_backward=passes),
             gradients_replace_parameters=in_one_place,
+            parameters_with_states=not masters,
         )
         cached = replace(leaving, parameters=replace(leaving.parameters, stays_after_forward=True))
         tied = profile.workload.tied_embeddings

@@ -173,7 +173,8 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
         update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
         refresh = TaskId(Kind.REFRESH, unit)
-        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
+        home = Kind.WRITE_BACK_STATES if decisions.parameters_with_states else Kind.WRITE_BACK_BACKWARD
+        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(home, unit)
         fetches = {
             TaskId(Kind.PREFETCH_FORWARD, unit): leaves and not route.stays_after_backward,
             TaskId(Kind.PREFETCH_BACKWARD, unit): leaves and not route.stays_after_forward,
@@ -619,6 +620,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
         kinds = tuple(kind for kind in kinds if kind not in _OF_ALL_GRADIENTS)  # those of the last micro-batch complete them
     elif value is Value.PARAMETERS and begin.kind in (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD):
         kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes the shard
+    elif value is Value.PARAMETERS and _travel_with_states(begin, tasks):
+        kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes what comes with the states
     for kind in kinds:
         micro_batch, later = buffer.micro_batch, 0
         if begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD):
@@ -638,6 +641,13 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             yield user, later
         if kind is Kind.GPU_UPDATE and value is not Value.OPTIMIZER_STATES:
             yield from ((part, later) for part in tasks if part[:3] == user[:3] and part.again)
+
+
+def _travel_with_states(fetch: TaskId, tasks: set[TaskId]) -> bool:
+    """Whether the parameters that ``fetch`` brings come to the update with the states: then nothing else brings them home."""
+    kinds = {task.kind for task in tasks if task.unit == fetch.unit}
+    home = {Kind.WRITE_BACK_FORWARD, Kind.WRITE_BACK_BACKWARD, Kind.CPU_UPDATE}
+    return fetch.kind in (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD) and Kind.FETCH_STATES in kinds and not kinds & home
 
 
 def _users_of_input(buffer: BufferId, begin: TaskId, end: TaskId, place: dict[TaskId, int]) -> Iterator[Instance]:

@@ -350,7 +350,10 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
         unit = replace(unit, parameters=replace(_further(dice, route, unit, profile), carried=fetched))
         if profile.hardware.gpus > 1:
             unit = replace(unit, zero_stage=_zero_stage(dice, unit, shared))
-        units[i] = unit if delayed else _shared(dice, unit, accumulates)
+        unit = unit if delayed else _shared(dice, unit, accumulates)
+        travels = unit.fetches_states and (unit.parameters.home, unit.states.home) == (HOST_MEMORY, HOST_MEMORY)
+        travels &= not (unit.parameters.moves or unit.parameters.stays_after_backward or unit.zero_stage or replaced)
+        units[i] = replace(unit, parameters_with_states=travels and not profile.workload.has_masters and dice.flip())
     for i, (first, *again) in enumerate(forwards):
         rests = 0 < i < len(units) - 1 and first is not Activations.DROP and dice.flip()
         homes = [HOST_MEMORY, *(place.name for place in places)]
@@ -414,6 +417,7 @@ def _with_shared_updates(dice: Dice, profile: Profile, plan: Plan) -> Plan:
             update=Update(Processor.CPU, share),
             parameters=Route(),
             gradients_replace_parameters=False,
+            parameters_with_states=False,
             states=Route(),
             gradients=replace(units[unit].gradients, home=GPU_MEMORY),
             sum_bytes=None,

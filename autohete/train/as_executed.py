@@ -32,6 +32,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
             gradients=replace(unit.gradients, carried=Format()),
             refresh=Format(),
             parameters=replace(unit.parameters, carried=Format()),
+            parameters_with_states=False,
             saved=_named(unit, profile.units[i]),
         )
         for i, unit in enumerate(plan.units)

@@ -31,6 +31,8 @@ from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, named_workload
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Training
 
 NODE = load_hardware("a100-40gb-epyc7713")
 FP16 = named_workload("gpt-4b", precision=Precision.FP16, kernels=Kernels.EAGER)
@@ -381,6 +383,20 @@ def test_updates_in_backward_hold_the_gradients_of_one_unit() -> None:
     assert max(contents(after.trace, GPU_MEMORY)[1]["gradients"]) == sum(sizes)
     with pytest.raises(InputError, match="deepspeed updates all at once, not in_backward"):
         parse_policy("resident:zero_stage=2,deepspeed,in_backward")
+
+
+def test_weights_that_are_masters_travel_with_the_states() -> None:
+    """Without masters the GPU holds the weights of few blocks, and 6 bytes a parameter go up and come home for the update."""
+    pure = replace(FP16, precision=Precision.BF16, micro_batches=2, training=Training(optimizer=Optimizer.ADAMW_PURE_BF16))
+    found = simulate(pure, NODE, parse_policy("streamed_states:weights,inputs"))
+    groups = contents(found.trace, GPU_MEMORY)[1]
+    blocks = [unit.parameters for unit in found.profile.units[1:-1]]
+    assert max(groups["parameters"] + groups["parameters_B"] + groups["parameters_F"]) < 2 * (
+        4 * blocks[0] + 2 * found.profile.units[0].parameters
+    )
+    for kind, copy in ((Kind.FETCH_STATES, found.profile.h2d_seconds), (Kind.WRITE_BACK_STATES, found.profile.d2h_seconds)):
+        assert work(found, kind) == pytest.approx(copy(6 * sum(blocks) + 4 * found.profile.units[0].parameters), rel=1e-2)
+    assert found.host.peak_bytes >= 6 * sum(blocks)
 
 
 @pytest.mark.parametrize(("in_place", "beside"), [(False, True), (True, False)])
