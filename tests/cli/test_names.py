@@ -30,7 +30,7 @@ def test_a_part_of_a_name_that_is_of_no_other_preset_is_taken(given: str) -> Non
 def test_a_part_of_several_names_is_refused_with_their_titles() -> None:
     """Each is named with what it is."""
     said = refused(*ASKED, "--hardware", "4090")
-    assert "'4090' is not the name of one preset but a part of 4: give one of rtx4090-2gpu (2 x RTX 4090" in said
+    assert "'4090' is not the name of one preset but a part of 5: give one of rtx4090-2gpu (2 x RTX 4090" in said
     assert f"; {NODE} (RTX 4090, " in said
     assert refused("hardware", "show", "4090") == said
 

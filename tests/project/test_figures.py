@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -199,6 +201,24 @@ def test_a_figure_of_another_model_on_another_machine(cells: shared.Grid) -> Non
         assert cell.workload.parameters == setting.model_of("qwen3-0.6b").parameters
         assert cell.node.gpu == replace(load_hardware(OTHER.hardware).gpu, memory_bytes=cell.node.gpu.memory_bytes)
         assert cell.node.d2h.bandwidth == pytest.approx(5e9) or dict(cell.moved)["links.d2h.bandwidth"] != "5GB/s"
+
+
+def test_readings_widen_an_interval() -> None:
+    """A reading counts if it trains the same models; for AutoHete without priority only the same implementation does."""
+    script = fig_throughput_multi_gpu
+    cells = script.grid(["gpt-2b", "gpt-4b"], [2], (*script.POLICIES, *chain(*script.READINGS.values())))
+    rates = {"autohete": 200.0, "autohete:fp32_upload": 220.0, "autohete:priority=off": 160.0, script.SAME_PLAN: 100.0}
+    rates |= {"zero_offload:deepspeed=0.4.3": 125.0, "zero_offload:checkpointing=full": 1.0}
+    fewer = "zero_offload:checkpointing=full", "autohete:replicated"
+
+    def rate(model: object, policy: object) -> float | None:
+        return None if policy in fewer and model == "gpt-4b" else rates.get(str(policy), 100.0)
+
+    summaries: Any = {cell: SimpleNamespace(tokens_per_second=rate(*key[2:])) for key, cell in cells.items()}
+    (row,) = (row for row in script.ratios([2], cells, summaries, {(): cells}) if row.over == "zero_offload")
+    assert row.nominal == script.Ratio(2, 2.0, 2.0)
+    assert row.interval("average") == pytest.approx((200 / 125, 220 / 100))
+    assert script.factors(2, "autohete:priority=off", cells, summaries, "maximum") == pytest.approx((1, 1.6))
 
 
 def test_what_is_set_twice_is_refused() -> None:
