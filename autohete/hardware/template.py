@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from autohete.errors import InputError
 from autohete.hardware.document import WITHOUT, combine, find, preset_names, read_chain
 from autohete.hardware.pcie import DEFAULT
 from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
-from autohete.printable import shown
+from autohete.printable import printable, shown
 
 _HEAD = """\
 # This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in
@@ -44,6 +45,23 @@ def new_hardware_text(path: str, base: str) -> str:
     for key in figure_keys:
         lines += ["", *_figure(key, figures.get(key))]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def based_text(path: str, base: str, title: str, figures: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the text of a hardware file at ``path`` with ``figures`` over those of ``base``.
+
+    Args:
+        path: where the file will be.
+        base: a preset's name or a file's path.
+        title: one line that describes the hardware.
+        figures: dotted key -> value, source, date and range, as a file has them.
+    """
+    name = re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100]
+    lines = [f"base = {_toml(base if base in preset_names() else _relative(base, path))}", f"name = {_toml(name)}"]
+    lines.append(f"title = {_toml(printable(title)[:200])}")
+    for key, figure in figures.items():
+        lines += ["", f"[{key}]", *(f"{part} = {json.dumps(value, ensure_ascii=False)}" for part, value in figure.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _figure(key: str, figure: WrittenFigure | None) -> list[str]:

@@ -10,11 +10,23 @@ from autohete.workload.optimizers import newton_schulz, orthogonalised, state_by
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
 _GEMM_INNER_HALF = 256
+#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
+ATTENTION_BACKWARD = 2.5
 #: Fused attention runs at this share of the GEMM rate if not given: FlashAttention 2 on an A100 (Dao 2023, forward speeds).
 _ATTENTION_SHARE = 0.65
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
+
+
+def small_product_factor(rows: float, columns: float, inner: float, batch: float, multiprocessors: int | None) -> float:
+    """How much longer a product takes than at the rate of a large one, because its sizes are small."""
+    factor = (inner + _GEMM_INNER_HALF) / inner
+    if multiprocessors is not None:
+        # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
+        waves = batch * rows * columns / _TILE**2 / multiprocessors
+        factor *= (waves + _WAVES_HALF) / waves
+    return factor
 
 
 class Rates:
@@ -39,11 +51,7 @@ class Rates:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
         fp8 the operands have one byte each; the result has not.
         """
-        shape = (inner + _GEMM_INNER_HALF) / inner
-        if self.multiprocessors is not None:
-            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
-            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
-            shape *= (waves + _WAVES_HALF) / waves
+        shape = small_product_factor(rows, columns, inner, batch, self.multiprocessors)
         arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
         operand = 1 if fp8 else self.element
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth

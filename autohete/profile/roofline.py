@@ -18,16 +18,13 @@ from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfi
 from autohete.profile.kernels.decoders import INPUT_ROWS, TRANSFORMERS_HEAD, both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
-from autohete.profile.rates import Rates
+from autohete.profile.rates import ATTENTION_BACKWARD, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import LAST
-
-#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
-_ATTENTION_BACKWARD = 2.5
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -82,7 +79,7 @@ class _Roofline(Rates):
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
         seconds = w.tokens * component.flash_flops(w.attended_tokens) / (self.flops * self.attention_share)
-        return seconds, _ATTENTION_BACKWARD * seconds
+        return seconds, ATTENTION_BACKWARD * seconds
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
         """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows. Frozen
