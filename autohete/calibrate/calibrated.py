@@ -9,8 +9,8 @@ from typing import Any
 from autohete.answer.site import Site, without_system
 from autohete.calibrate.differences import predicted_parts, seconds_by_kind
 from autohete.calibrate.figures import MeasuredFigure
-from autohete.calibrate.recorded import Recording
-from autohete.calibrate.recorded_steps import PASSES, Phased, StepPart
+from autohete.calibrate.recorded import RecordedRun
+from autohete.calibrate.recorded_steps import PASSES, Phase, Phased
 from autohete.hardware import Hardware, HardwareFile
 from autohete.hardware.document import changed, combine, overridden, read_chain
 from autohete.profile import Profile, UnitProfile
@@ -21,7 +21,7 @@ from autohete.simulate import Simulation
 _SHORTEST_UPDATE = 1e-4
 
 
-def figure_tables(figures: Iterable[MeasuredFigure], recorded: Recording) -> dict[str, Any]:
+def figure_tables(figures: Iterable[MeasuredFigure], recorded: RecordedRun) -> dict[str, Any]:
     """Return the figures as the tables of a hardware file."""
     tables: dict[str, Any] = {}
     for figure in figures:
@@ -58,7 +58,7 @@ def cpu_update_figure(phased: Phased, predicted: Sequence[tuple[float, float]]) 
         phased: the recording.
         predicted: rates in B/s and the seconds predicted with them; the first is of the hardware that is calibrated.
     """
-    measured = sorted(step.parts[StepPart.CPU_UPDATE] for step in phased.steps)
+    measured = sorted(step.parts[Phase.CPU_UPDATE] for step in phased.steps)
     (first, seconds), (last, others) = predicted[0], predicted[-1]
     if measured[0] < _SHORTEST_UPDATE or seconds < _SHORTEST_UPDATE:
         return []
@@ -89,13 +89,13 @@ def pass_factors(phased: Phased, simulation: Simulation) -> PassFactors | None:
     """Compare the passes of a recording with those of a simulation; None if the recording has no forward or no backward."""
     predicted, seconds = predicted_parts(simulation), seconds_by_kind(simulation)
     forward, backward, update = (phased.median(part) for part in PASSES)
-    if not forward or not backward or not predicted[StepPart.FORWARD]:
+    if not forward or not backward or not predicted[Phase.FORWARD]:
         return None
-    first = forward / predicted[StepPart.FORWARD]
+    first = forward / predicted[Phase.FORWARD]
     # A recomputation is a forward; what is left of the backward is the backward's own.
     again, own = (seconds.get((GPU, kind), 0.0) for kind in (Kind.RECOMPUTE, Kind.BACKWARD))
     second = (backward - first * again) / own if own and backward > first * again else first
-    third = update / predicted[StepPart.UPDATE] if update and predicted[StepPart.UPDATE] else 1.0
+    third = update / predicted[Phase.UPDATE] if update and predicted[Phase.UPDATE] else 1.0
     return PassFactors(first, second, third)
 
 

@@ -18,8 +18,8 @@ from autohete.calibrate.calibrated import (
 )
 from autohete.calibrate.differences import PartDifference, differences, explanations, predicted_parts
 from autohete.calibrate.figures import MeasuredFigure, hardware_figures
-from autohete.calibrate.recorded import Recording
-from autohete.calibrate.recorded_steps import Phased, StepPart
+from autohete.calibrate.recorded import RecordedRun
+from autohete.calibrate.recorded_steps import Phase, Phased
 from autohete.plan.policy import Policy
 from autohete.profile import Profile
 from autohete.profile.roofline import analytic_profile
@@ -103,7 +103,7 @@ def calibrate(
         return found, CalibratedFiles(document, None)
     before = simulate_policy(analytic_profile(workload, base), policy)
     predicted = predicted_parts(before)
-    updates = [(base.cpu.update_bandwidth, predicted[StepPart.CPU_UPDATE])]
+    updates = [(base.cpu.update_bandwidth, predicted[Phase.CPU_UPDATE])]
     factors = PassFactors()
     for _ in range(_ROUNDS):
         measured = figures + cpu_update_figure(phased, updates)
@@ -111,7 +111,7 @@ def calibrate(
         hardware = calibrated_hardware(document, site)
         profile = scaled_profile(analytic_profile(workload, hardware), factors)
         after = simulate_policy(profile, policy)
-        updates.append((hardware.cpu.update_bandwidth, predicted_parts(after)[StepPart.CPU_UPDATE]))
+        updates.append((hardware.cpu.update_bandwidth, predicted_parts(after)[Phase.CPU_UPDATE]))
         factors *= pass_factors(phased, after) or PassFactors()
     if pass_factors(phased, after) is None:
         remarks.append("forward and backward could not be told apart, so that their times are not calibrated")
@@ -130,7 +130,7 @@ def _calibration(
     predicted: float | None = None,
     calibrated: float | None = None,
 ) -> Calibration:
-    recorded: Recording = phased.recorded
+    recorded: RecordedRun = phased.recorded
     return Calibration(
         recorded.name,
         recorded.date,

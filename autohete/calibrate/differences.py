@@ -9,7 +9,7 @@ import numpy as np
 
 from autohete.analysis.usage import Cause, usage
 from autohete.calibrate.figures import MeasuredFigure
-from autohete.calibrate.recorded_steps import PASSES, Phased, StepPart
+from autohete.calibrate.recorded_steps import PASSES, Phase, Phased
 from autohete.quantities import format_bytes, format_seconds
 from autohete.schedule import COLLECTIVE, CPU, D2H, GPU, H2D, Kind
 from autohete.simulate import Simulation
@@ -21,30 +21,30 @@ _SMALL = 0.005
 #: Figures that differ by less from those of the hardware explain nothing.
 _ALIKE = 0.05
 _KINDS = {
-    Kind.FORWARD: StepPart.FORWARD,
-    Kind.LOSS: StepPart.FORWARD,
-    Kind.RECOMPUTE: StepPart.BACKWARD,
-    Kind.BACKWARD: StepPart.BACKWARD,
+    Kind.FORWARD: Phase.FORWARD,
+    Kind.LOSS: Phase.FORWARD,
+    Kind.RECOMPUTE: Phase.BACKWARD,
+    Kind.BACKWARD: Phase.BACKWARD,
 }
-_LANES = {H2D: StepPart.H2D, D2H: StepPart.D2H, CPU: StepPart.CPU_UPDATE, COLLECTIVE: StepPart.COLLECTIVES}
+_LANES = {H2D: Phase.H2D, D2H: Phase.D2H, CPU: Phase.CPU_UPDATE, COLLECTIVE: Phase.COLLECTIVES}
 _IDLE = {
-    Cause.H2D: StepPart.IDLE_H2D,
-    Cause.D2H: StepPart.IDLE_D2H,
-    Cause.OPTIMIZER: StepPart.IDLE_UPDATE,
-    Cause.COLLECTIVE: StepPart.IDLE_COLLECTIVES,
+    Cause.H2D: Phase.IDLE_H2D,
+    Cause.D2H: Phase.IDLE_D2H,
+    Cause.OPTIMIZER: Phase.IDLE_UPDATE,
+    Cause.COLLECTIVE: Phase.IDLE_COLLECTIVES,
 }
 _RATES = {
-    StepPart.H2D: "links.h2d.bandwidth",
-    StepPart.D2H: "links.d2h.bandwidth",
-    StepPart.COLLECTIVES: "interconnect.bandwidth",
-    StepPart.CPU_UPDATE: "cpu.update_bandwidth",
+    Phase.H2D: "links.h2d.bandwidth",
+    Phase.D2H: "links.d2h.bandwidth",
+    Phase.COLLECTIVES: "interconnect.bandwidth",
+    Phase.CPU_UPDATE: "cpu.update_bandwidth",
 }
 #: What a wait of the GPU ends with.
 _WAITS = {
-    StepPart.IDLE_H2D: StepPart.H2D,
-    StepPart.IDLE_D2H: StepPart.D2H,
-    StepPart.IDLE_COLLECTIVES: StepPart.COLLECTIVES,
-    StepPart.IDLE_UPDATE: StepPart.CPU_UPDATE,
+    Phase.IDLE_H2D: Phase.H2D,
+    Phase.IDLE_D2H: Phase.D2H,
+    Phase.IDLE_COLLECTIVES: Phase.COLLECTIVES,
+    Phase.IDLE_UPDATE: Phase.CPU_UPDATE,
 }
 
 
@@ -60,7 +60,7 @@ class PartDifference:
         calibrated: predicted with the calibrated figures; None without a prediction.
     """
 
-    part: StepPart
+    part: Phase
     predicted: float | None
     measured: float
     low: float
@@ -80,24 +80,24 @@ def seconds_by_kind(simulation: Simulation) -> dict[tuple[str, Kind], float]:
     return found
 
 
-def predicted_parts(simulation: Simulation) -> dict[StepPart, float]:
+def predicted_parts(simulation: Simulation) -> dict[Phase, float]:
     """Return the seconds of each part of one steady iteration."""
-    parts = dict.fromkeys(StepPart, 0.0)
+    parts = dict.fromkeys(Phase, 0.0)
     for (lane, kind), seconds in seconds_by_kind(simulation).items():
-        part = _KINDS.get(kind, StepPart.UPDATE) if lane == GPU else _LANES.get(lane)
+        part = _KINDS.get(kind, Phase.UPDATE) if lane == GPU else _LANES.get(lane)
         if part is not None:
             parts[part] += seconds
     for cause, seconds in usage(simulation.trace, simulation.steady).idle_seconds.items():
-        parts[_IDLE.get(cause, StepPart.IDLE_BETWEEN)] += seconds
+        parts[_IDLE.get(cause, Phase.IDLE_BETWEEN)] += seconds
     return parts
 
 
 def differences(
-    phased: Phased, predicted: Mapping[StepPart, float] | None, calibrated: Mapping[StepPart, float] | None
+    phased: Phased, predicted: Mapping[Phase, float] | None, calibrated: Mapping[Phase, float] | None
 ) -> list[PartDifference]:
     """Return all parts that were predicted or measured."""
     rows = []
-    for part in StepPart:
+    for part in Phase:
         seconds = [step.parts[part] for step in phased.steps]
         low, middle, high = (float(np.percentile(seconds, share)) for share in (5, 50, 95))
         before, after = (None if some is None else some[part] for some in (predicted, calibrated))
@@ -137,7 +137,7 @@ def _why(row: PartDifference, predicted: float, phased: Phased, known: Mapping[s
             f"In the recording {cause} take {format_seconds(busy)}, of which {100 * hidden:.0f} % run while the GPU computes; "
             f"the prediction hides {'less' if predicted > row.measured else 'more'} of them."
         )
-    if row.part is StepPart.IDLE_BETWEEN:
+    if row.part is Phase.IDLE_BETWEEN:
         return "The host does something else between steps, such as loading data or logging, which is not simulated."
     return _why_lane(row, predicted, phased, known)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from autohete.calibrate.recorded import GpuWork, Operator, Recording, Work
-from autohete.calibrate.recorded_steps import Intervals, Phased, StepPart
+from autohete.calibrate.recorded import GpuWork, Operator, RecordedRun, Work
+from autohete.calibrate.recorded_steps import Intervals, Phase, Phased
 from autohete.hardware import Gpu, Hardware
 from autohete.profile.rates import ATTENTION_BACKWARD, small_product_factor
 
@@ -171,12 +171,12 @@ def _launches(phased: Phased) -> list[float]:
     95 % of these is work of the host's own, such as loading data.
     """
     recorded = phased.recorded
-    launched: dict[int, list[tuple[float, bool, StepPart]]] = {}
+    launched: dict[int, list[tuple[float, bool, Phase]]] = {}
     for one, part in zip(recorded.work, phased.passes, strict=True):
         if part is not None and one.work is Work.KERNEL and one.thread >= 0 and one.issued == one.issued:
             launched.setdefault(one.thread, []).append((one.issued, one.start - one.issued < _NO_QUEUE_SECONDS, part))
     waits = Intervals((start, end) for _, start, end in recorded.waits)
-    starts, found = [step.start for step in phased.steps], dict[tuple[int, StepPart], list[float]]()
+    starts, found = [step.start for step in phased.steps], dict[tuple[int, Phase], list[float]]()
     for calls in launched.values():
         calls.sort()
         pairs = [(before, after) for before, after in pairwise(calls) if after[1] and before[2] is after[2]]
@@ -194,7 +194,7 @@ def _launches(phased: Phased) -> list[float]:
 class OperatorRates:
     """Rates of operators whose shapes are recorded."""
 
-    def __init__(self, recorded: Recording, gpu: Gpu) -> None:
+    def __init__(self, recorded: RecordedRun, gpu: Gpu) -> None:
         self._gpu, self._operators = gpu, recorded.operators
         kernels: dict[int, list[tuple[float, float]]] = {}
         for one in recorded.work:

@@ -7,6 +7,7 @@ torch/csrc/autograd/profiler_kineto.cpp (``Input Dims``, ``Input type``, ``Concr
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from autohete.calibrate.recorded import (
     GpuWork,
     HostRange,
     Operator,
-    Recording,
+    RecordedRun,
     Work,
     check_length,
     number,
@@ -30,7 +31,7 @@ from autohete.errors import InputError
 from autohete.printable import shown
 
 _CURE = "give a trace that torch.profiler has written (export_chrome_trace, tensorboard_trace_handler)"
-_CHUNK = 1 << 20
+_CHUNK, _BLANKS = 1 << 20, re.compile(r"[ \t\r\n]*")
 #: Characters of one event, or of another entry of the file. The longest have lists of shapes or of processes.
 _LONGEST = 1 << 24
 #: Categories of host calls that launch work, and of copies and kernels.
@@ -63,8 +64,7 @@ class _Json:
     def peek(self) -> str:
         """Return the next character that is no blank; empty at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
+            self._at = _BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]  (matches none, too)
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
@@ -193,7 +193,7 @@ class _Reader:
         found = GpuWork(work, start, end, stream, float("nan"), -1, size, pinned, device)
         self.work.append((_whole(args, "correlation", where), found))
 
-    def recorded(self, name: str, date: str) -> Recording:
+    def recorded(self, name: str, date: str) -> RecordedRun:
         work = []
         for correlation, one in self.work:
             thread, issued = self.issued.get(-1 if correlation is None else correlation, (-1, float("nan")))
@@ -204,7 +204,7 @@ class _Reader:
         gpu, memory, multiprocessors = _properties(self.about.get("deviceProperties"))
         spread = self.about.get("distributedInfo")
         size = spread.get("world_size") if isinstance(spread, dict) else None
-        return Recording(
+        return RecordedRun(
             name,
             date,
             tuple(kept),
@@ -238,11 +238,11 @@ def _bus_bytes(args: dict[str, Any], where: str) -> int:
 
 
 def _outermost(calls: list[tuple[int, float, float]]) -> list[GpuWork]:
-    """Return the operators that are in no other one, as the work of a device that is the CPU."""
+    """Return the operators that are in no other one, as the work of a device that is the CPU. No one launches them."""
     work, ends = [], dict[int, float]()
     for thread, start, end in sorted(calls, key=lambda call: (call[0], call[1], -call[2])):
         if start >= ends.get(thread, -1.0):
-            work.append(GpuWork(Work.KERNEL, start, end, thread, start, thread))
+            work.append(GpuWork(Work.KERNEL, start, end, thread, float("nan"), thread))
             ends[thread] = end
     return work
 
@@ -256,7 +256,7 @@ def _properties(devices: object) -> tuple[str, int, int]:
     return (name if isinstance(name, str) else "", memory, multiprocessors)
 
 
-def read_kineto(read: Callable[[int], str], name: str, date: str, *, device: bool = False) -> Recording:
+def read_kineto(read: Callable[[int], str], name: str, date: str, *, device: bool = False) -> RecordedRun:
     """Read a trace of PyTorch's profiler.
 
     Args:

@@ -19,7 +19,7 @@ from autohete.calibrate.recorded import (
     GpuWork,
     HostRange,
     Operator,
-    Recording,
+    RecordedRun,
     Work,
     check_length,
     number,
@@ -93,7 +93,7 @@ def _shapes(name: str) -> Operator | None:
     return Operator(0, 0, 0, found[1], tuple(shapes), ())
 
 
-def _recorded(export: _Export, name: str, date: str) -> Recording:
+def _recorded(export: _Export, name: str, date: str) -> RecordedRun:
     runtime = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId", "globalTid", "nameId")
     issued, waits, threads = {}, [], dict[object, int]()
     for start, end, (correlation, thread, call) in runtime:
@@ -128,10 +128,10 @@ def _recorded(export: _Export, name: str, date: str) -> Recording:
             operators.append(shaped._replace(start=start, end=end, thread=number_of))
     kept, remarks = only_busiest(work)
     columns = tuple(sorted(ranges)), tuple(sorted(operators)), tuple(sorted(waits))
-    return Recording(name, date, tuple(kept), *columns, *export.gpu(), remarks=remarks)
+    return RecordedRun(name, date, tuple(kept), *columns, *export.gpu(), remarks=remarks)
 
 
-def read_nsys(path: str, name: str, date: str) -> Recording:
+def read_nsys(path: str, name: str, date: str) -> RecordedRun:
     """Read the export at ``path``; ``name`` and ``date`` are the file's.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autohete.calibrate.kineto import read_kineto
 from autohete.calibrate.nsys import MAGIC, read_nsys
-from autohete.calibrate.recorded import Recording
+from autohete.calibrate.recorded import RecordedRun
 from autohete.errors import InputError
 from autohete.files import opened
 from autohete.printable import shown
@@ -20,7 +20,7 @@ _CURE = "give a trace of torch.profiler (.json, .json.gz), or what nsys export -
 _GZIP = b"\x1f\x8b"
 
 
-def read_recorded(path: str, *, device: bool = False) -> Recording:
+def read_recorded(path: str, *, device: bool = False) -> RecordedRun:
     """Read the recording at ``path``: a trace of PyTorch's profiler, also compressed, or an export of Nsight Systems.
 
     Args:

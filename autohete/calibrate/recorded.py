@@ -74,7 +74,7 @@ class Operator(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedRun:
     """A recording.
 
     Args:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.calibrate.recorded import NODE, GpuWork, HostRange, Recording, Work
+from autohete.calibrate.recorded import NODE, GpuWork, HostRange, RecordedRun, Work
 from autohete.errors import InputError
 from autohete.printable import shown
 
@@ -33,7 +33,7 @@ _DIFFERENT = 1.2
 _FILLS = 0.9
 
 
-class StepPart(StrEnum):
+class Phase(StrEnum):
     """What an iteration's time is spent on. The first three are passes, with the waits within them for the host's launches."""
 
     FORWARD = "forward"
@@ -50,8 +50,8 @@ class StepPart(StrEnum):
     IDLE_BETWEEN = "GPU waits between steps"
 
 
-PASSES = (StepPart.FORWARD, StepPart.BACKWARD, StepPart.UPDATE)
-_LINKS = {Work.H2D: StepPart.H2D, Work.D2H: StepPart.D2H, Work.COLLECTIVE: StepPart.COLLECTIVES}
+PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+_LINKS = {Work.H2D: Phase.H2D, Work.D2H: Phase.D2H, Work.COLLECTIVE: Phase.COLLECTIVES}
 
 
 class Intervals:
@@ -100,11 +100,11 @@ class RecordedStep:
     start: float
     end: float
     seconds: float
-    parts: dict[StepPart, float]
-    late: dict[StepPart, float]
-    kernels: dict[StepPart, int]
-    bytes: dict[StepPart, int]
-    pageable_bytes: dict[StepPart, int]
+    parts: dict[Phase, float]
+    late: dict[Phase, float]
+    kernels: dict[Phase, int]
+    bytes: dict[Phase, int]
+    pageable_bytes: dict[Phase, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,12 @@ class Phased:
         remarks: what was assumed, and what is unusual, in words.
     """
 
-    recorded: Recording
+    recorded: RecordedRun
     steps: tuple[RecordedStep, ...]
-    passes: tuple[StepPart | None, ...]
+    passes: tuple[Phase | None, ...]
     remarks: tuple[str, ...]
 
-    def median(self, part: StepPart) -> float:
+    def median(self, part: Phase) -> float:
         """Seconds of a part in the median step."""
         return float(np.median([step.parts[part] for step in self.steps]))
 
@@ -137,7 +137,7 @@ class _PassesOfHost:
     """To which pass an instant of a thread belongs."""
 
     def __init__(self, ranges: Sequence[HostRange]) -> None:
-        found: dict[tuple[int, StepPart], list[tuple[float, float]]] = {}
+        found: dict[tuple[int, Phase], list[tuple[float, float]]] = {}
         for one in ranges:
             if part := _pass_of(one.name):
                 found.setdefault((one.thread, part), []).append((one.start, one.end))
@@ -148,43 +148,43 @@ class _PassesOfHost:
         #: Threads that do nothing but backwards.
         self._engines = self._nodes - {one.thread for one in ranges if not one.name.startswith(NODE) and _pass_of(one.name)}
 
-    def of(self, thread: int, time: float) -> StepPart:
-        for part in (StepPart.UPDATE, StepPart.BACKWARD):
+    def of(self, thread: int, time: float) -> Phase:
+        for part in (Phase.UPDATE, Phase.BACKWARD):
             if (found := self._found.get((thread, part))) is not None and time in found:
                 return part
         if thread in self._engines:
-            return StepPart.BACKWARD
+            return Phase.BACKWARD
         # Between a backward and an update gradients are scaled and clipped; what else is launched is of a forward.
         after = bisect_right(self._starts, time)
         if 0 < after < len(self._marks) and (self._marks[after - 1], self._marks[after]) == (
-            StepPart.BACKWARD,
-            StepPart.UPDATE,
+            Phase.BACKWARD,
+            Phase.UPDATE,
         ):
-            return StepPart.UPDATE
-        return StepPart.FORWARD
+            return Phase.UPDATE
+        return Phase.FORWARD
 
 
-def _pass_of(name: str) -> StepPart | None:
+def _pass_of(name: str) -> Phase | None:
     if _BACKWARD.search(name):
-        return StepPart.BACKWARD
-    return StepPart.UPDATE if _UPDATE.search(name) and "zero_grad" not in name else None
+        return Phase.BACKWARD
+    return Phase.UPDATE if _UPDATE.search(name) and "zero_grad" not in name else None
 
 
-def _bounds(recorded: Recording, name: str | None) -> tuple[list[tuple[float, float]], list[str]]:
+def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, float]], list[str]]:
     """Start and end of each step on the host, and remarks."""
     for wanted in (name,) if name is not None else _STEP:
-        marks = Intervals((one.start, one.end) for one in recorded.ranges if one.name.startswith(wanted))
-        starts = [one.start for one in recorded.ranges if one.name.startswith(wanted)]
-        starts = sorted({marks.starts[bisect_right(marks.starts, start) - 1] for start in starts} | set(starts))
-        bounds = list(pairwise(starts))
-        if starts:
-            ends = sorted(one.end for one in recorded.ranges if one.name.startswith(wanted))
-            last = ends[-1] - starts[-1]
-            filled = marks.within([starts[0]], [starts[-1]])[0] >= _FILLS * (starts[-1] - starts[0])
-            if not bounds or filled:
-                bounds.append((starts[-1], starts[-1] + last))
-            what = f"steps are the ranges {wanted}" if filled or len(starts) == 1 else f"steps go from one {wanted} to the next"
-            return bounds, [] if wanted == _STEP[0] else [what]
+        marks: list[HostRange] = []
+        for one in recorded.ranges:
+            if one.name.startswith(wanted) and (not marks or one.end > marks[-1].end):  # not one within another
+                marks.append(one)
+        if not marks:
+            continue
+        bounds = list(pairwise(one.start for one in marks))
+        filled = sum(one.end - one.start for one in marks[:-1]) >= _FILLS * (marks[-1].start - marks[0].start)
+        if filled:
+            bounds.append((marks[-1].start, marks[-1].end))
+        what = f"steps are the ranges {wanted}" if filled else f"steps go from one {wanted} to the next"
+        return bounds, [] if wanted == _STEP[0] else [what]
     if name is not None:
         names = sorted({re.sub(r"\d+$", "", one.name) for one in recorded.ranges if not one.name.startswith(NODE)})
         listed = ", ".join(map(shown, names[:8])) or "no ranges at all"
@@ -198,7 +198,7 @@ def _bounds(recorded: Recording, name: str | None) -> tuple[list[tuple[float, fl
     return [(float(first), last)], [remark]
 
 
-def find_steps(recorded: Recording, name: str | None = None) -> Phased:
+def find_steps(recorded: RecordedRun, name: str | None = None) -> Phased:
     """Find steps and passes.
 
     Args:
@@ -212,7 +212,7 @@ def find_steps(recorded: Recording, name: str | None = None) -> Phased:
     bounds, remarks = _bounds(recorded, name)
     starts, passes = [start for start, _ in bounds], _PassesOfHost(recorded.ranges)
     members: list[list[int]] = [[] for _ in bounds]
-    parts: list[StepPart | None] = []
+    parts: list[Phase | None] = []
     for place, one in enumerate(recorded.work):
         time = one.start if np.isnan(one.issued) else one.issued
         step = bisect_right(starts, time) - 1
@@ -223,7 +223,7 @@ def find_steps(recorded: Recording, name: str | None = None) -> Phased:
         parts.append(passes.of(one.thread, time))
     if not any(members):
         raise InputError(f"the GPU did nothing in the steps of {shown(recorded.name)}: record whole steps, after a warm-up")
-    if not recorded.ranges or not any(part in (StepPart.BACKWARD, StepPart.UPDATE) for part in parts):
+    if not recorded.ranges or not any(part in (Phase.BACKWARD, Phase.UPDATE) for part in parts):
         remarks.append(
             "no backward was found, by autograd's ranges or others: all work counts as forward; record CPU activities"
         )
@@ -264,17 +264,17 @@ def _differing(steps: Sequence[RecordedStep]) -> list[str]:
 class _StepTimes:
     """Measures the parts of steps."""
 
-    def __init__(self, recorded: Recording, passes: Sequence[StepPart | None]) -> None:
+    def __init__(self, recorded: RecordedRun, passes: Sequence[Phase | None]) -> None:
         self._work, self._passes = recorded.work, passes
         self._busy = {work: Intervals((one.start, one.end) for one in recorded.work if one.work is work) for work in Work}
         self._updates = _cpu_updates(recorded)
 
     def step(self, start: float, end: float, first: float, last: float, members: Sequence[int]) -> RecordedStep:
         computing = [place for place in members if self._work[place].work in (Work.KERNEL, Work.D2D)]
-        parts = dict.fromkeys(StepPart, 0.0)
+        parts = dict.fromkeys(Phase, 0.0)
         late, kernels = dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0)
-        gaps: list[tuple[float, float, GpuWork | None, StepPart]] = []
-        until, part = first, StepPart.FORWARD
+        gaps: list[tuple[float, float, GpuWork | None, Phase]] = []
+        until, part = first, Phase.FORWARD
         for place in computing:
             one = self._work[place]
             part = self._passes[place] or part
@@ -294,7 +294,7 @@ class _StepTimes:
                 pageable[link] += 0 if one.pinned else one.bytes
         for work, link in _LINKS.items():
             parts[link] = float(Intervals(self._spans(members, work)).within([-np.inf], [np.inf])[0])
-        parts[StepPart.CPU_UPDATE] = float(self._updates.within([start], [end])[0])
+        parts[Phase.CPU_UPDATE] = float(self._updates.within([start], [end])[0])
         return RecordedStep(start, end, last - first, parts, late, kernels, sizes, pageable)
 
     def _spans(self, members: Sequence[int], work: Work) -> list[tuple[float, float]]:
@@ -302,19 +302,19 @@ class _StepTimes:
 
     def _waits(
         self,
-        gaps: Sequence[tuple[float, float, GpuWork | None, StepPart]],
-        parts: dict[StepPart, float],
-        late: dict[StepPart, float],
+        gaps: Sequence[tuple[float, float, GpuWork | None, Phase]],
+        parts: dict[Phase, float],
+        late: dict[Phase, float],
     ) -> None:
         """Add the time of each gap of the GPU to what it waits for: a copy, another GPU, the optimizer on the CPU, or the pass
         that follows.
         """
         starts, ends = [gap[0] for gap in gaps], [gap[1] for gap in gaps]
         causes = (
-            (StepPart.IDLE_COLLECTIVES, self._busy[Work.COLLECTIVE]),
-            (StepPart.IDLE_H2D, self._busy[Work.H2D]),
-            (StepPart.IDLE_D2H, self._busy[Work.D2H]),
-            (StepPart.IDLE_UPDATE, self._updates),
+            (Phase.IDLE_COLLECTIVES, self._busy[Work.COLLECTIVE]),
+            (Phase.IDLE_H2D, self._busy[Work.H2D]),
+            (Phase.IDLE_D2H, self._busy[Work.D2H]),
+            (Phase.IDLE_UPDATE, self._updates),
         )
         covered = [(part, busy.within(starts, ends)) for part, busy in causes]
         for place, (start, end, following, part) in enumerate(gaps):
@@ -324,14 +324,14 @@ class _StepTimes:
                 parts[cause] += taken
                 left -= taken
             if following is None:
-                parts[StepPart.IDLE_BETWEEN] += left
+                parts[Phase.IDLE_BETWEEN] += left
                 continue
             parts[part] += left
             if following.issued > start:
                 late[part] += left
 
 
-def _cpu_updates(recorded: Recording) -> Intervals:
+def _cpu_updates(recorded: RecordedRun) -> Intervals:
     """When the CPU updated: the steps of an optimizer that launch no kernel, without their waits for the GPU."""
     launches: dict[int, list[float]] = {}
     for one in recorded.work:
@@ -340,10 +340,10 @@ def _cpu_updates(recorded: Recording) -> Intervals:
     for times in launches.values():
         times.sort()
     found = []
-    for update in recorded.ranges:
+    for update in recorded.ranges if launches else ():  # where the CPU stands in for the GPU, nothing is launched
         times = launches.get(update.thread, [])
         launched = bisect_right(times, update.end) - bisect_right(times, update.start)
-        if _pass_of(update.name) is StepPart.UPDATE and not launched:
+        if _pass_of(update.name) is Phase.UPDATE and not launched:
             waited = sum(end - start for thread, start, end in recorded.waits if thread == update.thread
                          and update.start <= start and end <= update.end)  # fmt: skip
             found.append((update.start, max(update.start, update.end - waited)))
