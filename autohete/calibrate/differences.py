@@ -20,6 +20,8 @@ _EXPLAINED = 3
 _SMALL = 0.005
 #: Figures that differ by less from those of the hardware explain nothing.
 _ALIKE = 0.05
+#: A part that is more than this share of a whole is a cause of it.
+_MOST_OF = 0.3
 _KINDS = {
     Kind.FORWARD: Phase.FORWARD,
     Kind.LOSS: Phase.FORWARD,
@@ -38,6 +40,12 @@ _RATES = {
     Phase.D2H: "links.d2h.bandwidth",
     Phase.COLLECTIVES: "interconnect.bandwidth",
     Phase.CPU_UPDATE: "cpu.update_bandwidth",
+}
+#: Shares of its limits that the GPU reaches.
+_SHARES = {
+    "gpu.gemm_efficiency": "Large matrix products",
+    "gpu.attention_share": "Calls of attention",
+    "gpu.memory_efficiency": "Elementwise operators",
 }
 #: What a wait of the GPU ends with.
 _WAITS = {
@@ -106,85 +114,98 @@ def differences(
     return rows
 
 
+def predicted_flops(simulation: Simulation) -> dict[Phase, float]:
+    """Return the FLOPs of forward and backward of one iteration on one GPU, recomputation included."""
+    workload, seconds = simulation.profile.workload, seconds_by_kind(simulation)
+    forward = workload.forward_flops * workload.micro_batches
+    again, first = (seconds.get((GPU, kind), 0.0) for kind in (Kind.RECOMPUTE, Kind.FORWARD))
+    return {
+        Phase.FORWARD: forward,
+        Phase.BACKWARD: workload.model_flops - forward + (forward * again / first if first else 0.0),
+    }
+
+
 def explanations(
     rows: Sequence[PartDifference], phased: Phased, simulation: Simulation, figures: Sequence[MeasuredFigure]
 ) -> list[str]:
-    """Explain the three largest differences, the largest first."""
-    known = {figure.key: figure for figure in figures}
-    predicted = {row.part: row.predicted or 0.0 for row in rows}
-    least = _SMALL * simulation.iteration_seconds
-    differing = [row for row in rows if abs(row.measured - predicted[row.part]) > least]
-    differing.sort(key=lambda row: -abs(row.measured - predicted[row.part]))
-    found = []
-    for row in differing[:_EXPLAINED]:
-        before = predicted[row.part]
-        more = "longer" if row.measured > before else "shorter"
-        line = f"{row.part}: {format_seconds(abs(row.measured - before))} {more} than predicted"
-        found.append(f"{line}. {_why(row, before, phased, known)}")
+    """Explain the three largest differences, the largest first, of the parts that make up the iteration: passes and waits."""
+    known, by_part = {figure.key: figure for figure in figures}, {row.part: row for row in rows}
+    explainer = _Explainer(phased, by_part, known, predicted_flops(simulation))
+    least, found = _SMALL * simulation.iteration_seconds, []
+    added = [row for row in rows if row.part not in _RATES]
+    for row in sorted(added, key=lambda row: -abs(row.measured - (row.predicted or 0.0)))[:_EXPLAINED]:
+        more = row.measured - (row.predicted or 0.0)
+        if abs(more) > least:
+            line = f"{row.part}: {format_seconds(abs(more))} {'longer' if more > 0 else 'shorter'} than predicted"
+            found.append(f"{line}. {'; '.join(explainer.causes(row))}.")
     return found
 
 
-def _why(row: PartDifference, predicted: float, phased: Phased, known: Mapping[str, MeasuredFigure]) -> str:
-    if row.part in PASSES:
-        return _why_pass(row, predicted, phased, known)
-    if row.part in _WAITS:
-        cause = _WAITS[row.part]
-        busy = phased.median(cause)
-        if not busy:
-            return f"The recording has no {cause} at all: the policy moves or computes what the program does not."
-        hidden = 1 - min(1.0, row.measured / busy)
-        return (
-            f"In the recording {cause} take {format_seconds(busy)}, of which {100 * hidden:.0f} % run while the GPU computes; "
-            f"the prediction hides {'less' if predicted > row.measured else 'more'} of them."
+@dataclass(frozen=True, slots=True)
+class _Explainer:
+    """Names causes by what a recording shows: its steps, all parts, measured figures, and the predicted FLOPs of passes."""
+
+    phased: Phased
+    rows: Mapping[Phase, PartDifference]
+    known: Mapping[str, MeasuredFigure]
+    flops: Mapping[Phase, float]
+
+    def causes(self, row: PartDifference) -> list[str]:
+        """The causes of a difference; at least one, or what to compare."""
+        if row.part is Phase.IDLE_BETWEEN:
+            return ["The host does something else between steps, such as loading data or logging, which is not simulated"]
+        cause = self.rows.get(_WAITS[row.part], row) if row.part in _WAITS else row
+        if not cause.measured:
+            return [f"The recording has no {cause.part}: the program does without, or its range is not marked"]
+        if not cause.predicted:
+            return [f"No {cause.part} is predicted: the policy does without, or moves and computes elsewhere"]
+        if row.part in PASSES:
+            return self._pass(row, row.predicted or 0.0)
+        hidden, expected = (
+            100 * (1 - min(1.0, waited / busy))
+            for waited, busy in ((row.measured, cause.measured), (row.predicted or 0.0, cause.predicted))
         )
-    if row.part is Phase.IDLE_BETWEEN:
-        return "The host does something else between steps, such as loading data or logging, which is not simulated."
-    return _why_lane(row, predicted, phased, known)
+        shares = f"{hidden:.0f} % of it runs while the GPU computes, where {expected:.0f} % is predicted"
+        return [*self._lane(cause, cause.predicted), *([shares] if abs(hidden - expected) > 100 * _ALIKE else [])]
 
-
-def _why_pass(row: PartDifference, predicted: float, phased: Phased, known: Mapping[str, MeasuredFigure]) -> str:
-    late = float(np.median([step.late[row.part] for step in phased.steps]))
-    kernels = int(np.median([step.kernels[row.part] for step in phased.steps]))
-    if not row.measured:
-        return "The recording has no such work: it is done elsewhere, or the range that marks it is missing."
-    if not predicted:
-        return f"It is not predicted at all: {kernels:,} kernels of the program that the policy runs elsewhere."
-    said = []
-    if row.measured > predicted and late > 0.3 * (row.measured - predicted):
-        launch = f", {format_seconds(row.measured / kernels)} for each of its {kernels:,} kernels" if kernels else ""
-        said.append(f"For {format_seconds(late)} the GPU waits until the host has launched the next kernel{launch}")
-    for key, what in (
-        ("gpu.gemm_efficiency", "large matrix products"),
-        ("gpu.attention_share", "attention"),
-        ("gpu.memory_efficiency", "elementwise operators"),
-    ):
-        figure = known.get(key)
-        if figure is None or figure.before is None or abs(figure.value / figure.before - 1) < _ALIKE:
-            continue
-        if (figure.value < figure.before) == (row.measured > predicted):
-            said.append(f"{what} reach {figure.value:.2f}, where {key} is {figure.before:.2f}")
-    if not said:
-        said.append(
-            f"No rate that the recording shows explains it; it has {kernels:,} kernels. Compare what the program runs with "
-            "--kernels, --precision, --lora and the policy's recomputation"
+    def _pass(self, row: PartDifference, predicted: float) -> list[str]:
+        more, steps, said = row.measured - predicted, self.phased.steps, []
+        late, kernels, counted = (
+            float(np.median([one[row.part] for one in some]))
+            for some in ([step.late for step in steps], [step.kernels for step in steps], [step.flops for step in steps])
         )
-    return "; ".join(said) + "."
+        if late > _MOST_OF * more > 0:
+            each = f", {format_seconds(row.measured / kernels)} for each of {kernels:,.0f} kernels" if kernels else ""
+            said.append(f"For {format_seconds(late)} the GPU waits for the host's launches{each}")
+        flops = self.flops.get(row.part, 0.0)
+        if counted and flops and abs(counted / flops - 1) > 2 * _ALIKE:
+            said.append(
+                f"Its products have {counted / 1e12:.3g} TFLOP, those of the model as named {flops / 1e12:.3g}: compare batch, "
+                "length, layers, adapters and recomputation"
+            )
+        for key, what in _SHARES.items():
+            figure = self.known.get(key)
+            if figure and figure.before and (1 - figure.value / figure.before) * (1 if more > 0 else -1) > _ALIKE:
+                said.append(f"{what} reach {figure.value:.2f} of their limit, where {key} is {figure.before:.2f}")
+        cure = (
+            "No rate that the recording shows explains it: compare --kernels, --precision and the recomputation of the policy"
+        )
+        return said or [f"{cure} with what the program runs ({kernels:,.0f} kernels)"]
 
-
-def _why_lane(row: PartDifference, predicted: float, phased: Phased, known: Mapping[str, MeasuredFigure]) -> str:
-    sizes = float(np.median([step.bytes.get(row.part, 0) for step in phased.steps]))
-    pageable = float(np.median([step.pageable_bytes.get(row.part, 0) for step in phased.steps]))
-    figure = known.get(_RATES[row.part])
-    if not row.measured:
-        return f"The recording has no {row.part}: the program keeps these values elsewhere than the policy does."
-    said = [f"{format_bytes(sizes)} were recorded, at {sizes / row.measured / 1e9:.3g} GB/s"] if sizes else []
-    if pageable > 0.1 * sizes:
-        said.append(f"{100 * pageable / sizes:.0f} % of it is pageable memory, which is slower")
-    if figure is not None and figure.before and abs(figure.value / figure.before - 1) >= _ALIKE:
-        said.append(f"{figure.key} is {figure.value / 1e9:.3g} GB/s instead of {figure.before / 1e9:.3g}")
-        left = row.measured * figure.value / figure.before / predicted if predicted else 1.0
-        if abs(left - 1) > 2 * _ALIKE and figure.key != "cpu.update_bandwidth":
-            said.append(f"at that rate {left:.2g} times as many bytes are moved as predicted")
-    elif predicted and sizes:
-        said.append(f"the rate is as predicted, so {row.measured / predicted:.2g} times as many bytes are moved")
-    return "; ".join(said or ["Its bytes are not recorded, so that the cause cannot be told"]) + "."
+    def _lane(self, row: PartDifference, predicted: float) -> list[str]:
+        size, pageable = (
+            float(np.median([one.get(row.part, 0) for one in some]))
+            for some in ([step.bytes for step in self.phased.steps], [step.pageable_bytes for step in self.phased.steps])
+        )
+        figure, said, faster = self.known.get(_RATES[row.part]), [], 1.0
+        if size:
+            said.append(f"{format_bytes(size)} take {format_seconds(row.measured)} ({size / row.measured / 1e9:.3g} GB/s)")
+        if pageable > _MOST_OF * size:
+            said.append(f"{100 * pageable / size:.0f} % of it is pageable memory")
+        if figure and figure.before and abs(figure.value / figure.before - 1) > _ALIKE:
+            faster = figure.value / figure.before
+            said.append(f"{figure.key} is {figure.value / 1e9:.3g} GB/s instead of {figure.before / 1e9:.3g}")
+        more = row.measured * faster / predicted
+        if size and abs(more - 1) > 2 * _ALIKE:
+            said.append(f"at this rate, {more:.2g} times as many bytes are moved as predicted")
+        return said or [f"The {row.part} take {format_seconds(row.measured)}, where {format_seconds(predicted)} is predicted"]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from autohete.calibrate.recorded import GpuWork, Operator, RecordedRun, Work
+from autohete.calibrate.operators import Operator, attention_flops, product_flops, product_sizes, traffic_bytes
+from autohete.calibrate.recorded import GpuWork, RecordedRun, Work
 from autohete.calibrate.recorded_steps import Intervals, Phase, Phased
 from autohete.hardware import Gpu, Hardware
-from autohete.profile.rates import ATTENTION_BACKWARD, small_product_factor
+from autohete.profile.rates import small_product_factor
 
 #: Ends of a range, in percent of the samples.
 _LOW, _HIGH = 5, 95
@@ -32,8 +32,6 @@ _INTENSE = 400
 _NO_QUEUE_SECONDS = 1e-4
 #: Longer gaps in a full stream are waits for another stream, not what a kernel costs; shorter ones are none, but rounding.
 _LONGEST_GAP_SECONDS, _SHORTEST_GAP_SECONDS = 3e-5, 1e-9
-_BYTES = {"float": 4, "c10::Half": 2, "c10::BFloat16": 2, "double": 8, "at::Float8_e4m3fn": 1, "at::Float8_e5m2": 1}
-_SIXTEEN_BIT = ("c10::Half", "c10::BFloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,24 +211,23 @@ class OperatorRates:
         sums = self._sums[operator.thread]
         return float(sums[bisect_right(issued, operator.end)] - sums[bisect_left(issued, operator.start)])
 
-    def _timed(self, names: Iterable[str], work: Callable[[Operator], float]) -> list[tuple[Operator, float, float]]:
-        """Operators with their work, as ``work`` counts it, and their seconds."""
-        wanted = set(names)
-        found = [(one, work(one), self._seconds(one)) for one in self._operators if one.name in wanted]
+    def _timed(self, work: Callable[[Operator], float]) -> list[tuple[Operator, float, float]]:
+        """Operators with the work that ``work`` counts, if any, and their seconds."""
+        found = [(one, work(one), self._seconds(one)) for one in self._operators]
         return [(one, done, seconds) for one, done, seconds in found if done > 0 and seconds > 0]
 
     def products(self) -> list[MeasuredFigure]:
         """Shares of the peaks that large products reach. What the model takes off for small sizes is added."""
         found: list[MeasuredFigure] = []
         gpu = self._gpu
-        timed = self._timed(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"), product_flops)
+        timed = self._timed(product_flops)
         for key, peak, types, before in (
-            ("gpu.gemm_efficiency", gpu.peak_16bit_flops, (*_SIXTEEN_BIT, ""), gpu.gemm_efficiency),
+            ("gpu.gemm_efficiency", gpu.peak_16bit_flops, ("c10::Half", "c10::BFloat16", ""), gpu.gemm_efficiency),
             ("gpu.gemm_efficiency_32bit", gpu.peak_32bit_flops, ("float",), gpu.gemm_efficiency_32bit),
         ):
             shares, weights = [], []
             for one, flops, seconds in timed:
-                batch, rows, inner, columns = _sizes(one)
+                batch, rows, inner, columns = product_sizes(one)
                 intensity = flops / (batch * (rows * inner + inner * columns + rows * columns) * 2)
                 if (one.types[-1] if one.types else "") in types and flops >= _LARGE_PRODUCT and intensity >= _INTENSE:
                     factor = small_product_factor(rows, columns, inner, batch, gpu.multiprocessors)
@@ -243,16 +240,14 @@ class OperatorRates:
 
     def elementwise(self) -> list[MeasuredFigure]:
         """The share of the memory's bandwidth that operators without arithmetic reach."""
-        names = [f"aten::{name}" for name in ("add", "add_", "mul", "mul_", "copy_", "gelu", "silu")]
-        names += ["aten::gelu_backward", "aten::silu_backward"]
-        timed = [one for one in self._timed(names, _traffic) if one[1] >= _UNCACHED]
+        timed = [one for one in self._timed(traffic_bytes) if one[1] >= _UNCACHED]
         shares = [traffic / seconds / self._gpu.memory_bandwidth for _, traffic, seconds in timed]
         figure = _figure("gpu.memory_efficiency", shares, "", "elementwise operators", self._gpu.memory_efficiency)
         return [_within_one(one) for one in figure if one.value <= 1]
 
     def attention(self) -> list[MeasuredFigure]:
         """The rate of fused attention, forward and backward together, as a share of that of large products."""
-        timed = self._timed({one.name for one in self._operators if "attention" in one.name or "flash" in one.name}, _attended)
+        timed = self._timed(attention_flops)
         rate = self._gpu.peak_16bit_flops * next((one.value for one in self.products()), self._gpu.gemm_efficiency)
         shares = [flops / seconds / rate for _, flops, seconds in timed]
         weights = [seconds for _, _, seconds in timed]
@@ -265,40 +260,3 @@ def _within_one(figure: MeasuredFigure) -> MeasuredFigure:
     return MeasuredFigure(
         figure.key, figure.value, figure.low, min(1.0, figure.high), figure.unit, figure.samples, figure.before
     )
-
-
-def _sizes(operator: Operator) -> tuple[int, int, int, int]:
-    """Batch, rows, inner and columns of a product; zeros if its shapes are not those of one."""
-    first = 1 if operator.name in ("aten::addmm", "aten::baddbmm") else 0
-    shapes = operator.shapes[first : first + 2]
-    if len(shapes) < 2 or not 2 <= len(shapes[0]) == len(shapes[1]) <= 3 or shapes[0][-1] != shapes[1][-2]:
-        return 0, 0, 0, 0
-    return prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1], shapes[1][-1]
-
-
-def product_flops(operator: Operator) -> float:
-    """FLOPs of a product of matrices; 0 if its shapes are not those of one."""
-    return 2.0 * prod(_sizes(operator))
-
-
-def _traffic(operator: Operator) -> float:
-    """Bytes that an elementwise operator reads and writes; 0 if its tensors differ in shape, or their type is not known."""
-    shapes = [shape for shape in operator.shapes if shape]
-    sizes = [_BYTES.get(kind, 0) for shape, kind in zip(operator.shapes, operator.types, strict=False) if shape]
-    if not sizes or not all(sizes) or len(set(shapes)) > 1 or len(sizes) != len(shapes):
-        return 0.0
-    written = 0 if operator.name == "aten::copy_" else sizes[0]
-    return float(prod(shapes[0])) * (sum(sizes) + written)
-
-
-def _attended(operator: Operator) -> float:
-    """FLOPs of fused attention, without those that a causal mask saves; 0 if the shapes are not those of queries and keys."""
-    backward = operator.name.endswith("backward")
-    shapes = operator.shapes[backward : backward + 2]
-    if len(shapes) < 2 or any(len(shape) != 4 for shape in shapes):
-        return 0.0
-    batch, *middle, size = shapes[0]
-    tokens = 0 if operator.name.startswith("flash_attn") else 1  # batch, tokens, heads; or batch, heads, tokens
-    keys = shapes[1][1 + tokens]
-    flops = 4.0 * batch * middle[1 - tokens] * middle[tokens] * keys * size
-    return flops * (0.5 if operator.causal else 1.0) * (ATTENTION_BACKWARD if backward else 1.0)

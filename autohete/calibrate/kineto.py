@@ -12,26 +12,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from autohete.calibrate.operators import Operator, is_counted, shapes_of
 from autohete.calibrate.recorded import (
     COLLECTIVE,
     NODE,
-    SHAPED,
     WAITS,
     GpuWork,
     HostRange,
-    Operator,
     RecordedRun,
     Work,
     check_length,
     number,
     only_busiest,
-    shapes_of,
 )
 from autohete.errors import InputError
 from autohete.printable import shown
 
 _CURE = "give a trace that torch.profiler has written (export_chrome_trace, tensorboard_trace_handler)"
-_CHUNK, _BLANKS = 1 << 20, re.compile(r"[ \t\r\n]*")
+_CHUNK, _BLANKS = 1 << 20, re.compile(r"[ \t\r\n]+")
 #: Characters of one event, or of another entry of the file. The longest have lists of shapes or of processes.
 _LONGEST = 1 << 24
 #: Categories of host calls that launch work, and of copies and kernels.
@@ -64,7 +62,8 @@ class _Json:
     def peek(self) -> str:
         """Return the next character that is no blank; empty at the end."""
         while True:
-            self._at = _BLANKS.match(self._text, self._at).end()  # type: ignore[union-attr]  (matches none, too)
+            if (blanks := _BLANKS.match(self._text, self._at)) is not None:
+                self._at = blanks.end()
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
@@ -172,7 +171,7 @@ class _Reader:
         if category == "cpu_op":
             if self.device:
                 self.cpu.append((thread, start, start + length))
-            if "Input Dims" in args and SHAPED.match(name):
+            if "Input Dims" in args and is_counted(name):
                 self._operator(name, start, start + length, thread, args)
 
     def _operator(self, name: str, start: float, end: float, thread: int, args: dict[str, Any]) -> None:

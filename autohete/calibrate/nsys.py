@@ -12,13 +12,12 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
+from autohete.calibrate.operators import Operator, is_counted
 from autohete.calibrate.recorded import (
     COLLECTIVE,
-    SHAPED,
     WAITS,
     GpuWork,
     HostRange,
-    Operator,
     RecordedRun,
     Work,
     check_length,
@@ -87,7 +86,7 @@ def _whole(value: object, what: str, absent: int = 0) -> int:
 
 
 def _shapes(name: str) -> Operator | None:
-    if (found := _SIZES.match(name)) is None or not SHAPED.match(found[1]):
+    if (found := _SIZES.match(name)) is None or not is_counted(found[1]):
         return None
     shapes = [tuple(int(size[:12]) for size in re.findall(r"\d+", one)) for one in _SHAPE.findall(found[2][1:-1])]
     return Operator(0, 0, 0, found[1], tuple(shapes), ())

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from autohete.calibrate.operators import Operator
 from autohete.errors import InputError
 from autohete.printable import shown
 
 #: No recording is longer; a year and a half, as :data:`autohete.profile.costs.LONGEST_TASK_SECONDS`.
 _LONGEST_SECONDS = 5e7
-#: Tensors of one operator, and their dimensions, are no more.
-_MOST_BYTES = 2**62
+#: Nothing in a recording is more.
+_MOST = 2**62
 
 
 class Work(StrEnum):
@@ -61,18 +62,6 @@ class HostRange(NamedTuple):
     name: str
 
 
-class Operator(NamedTuple):
-    """An operator of PyTorch with the shapes of its inputs, a scalar being ``()``, and their types; ``causal``: its mask."""
-
-    start: float
-    end: float
-    thread: int
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    types: tuple[str, ...]
-    causal: bool = True
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """A recording.
@@ -107,11 +96,6 @@ class RecordedRun:
 WAITS = re.compile(r"(?:cuda|hip|cu|)(?:Device|Stream|Event|Ctx)Synchronize|^(?:cuda|hip)Memcpy(?:_v\d+)?$")
 #: Kernels of NCCL and RCCL.
 COLLECTIVE = re.compile(r"nccl(?:Dev)?Kernel", re.IGNORECASE)
-#: Operators whose shapes are of use.
-SHAPED = re.compile(
-    r"aten::(?:mm|addmm|bmm|baddbmm|add_?|mul_?|copy_|gelu|silu|gelu_backward|silu_backward"
-    r"|_scaled_dot_product_(?:flash|efficient|cudnn)_attention(?:_backward)?)$|flash_attn::_flash_attn_forward$"
-)
 #: Ranges that autograd makes for each node of the graph.
 NODE = "autograd::engine::evaluate_function"
 
@@ -122,7 +106,7 @@ def number(value: object, what: str) -> float:
     Raises:
         InputError: it is no number, or negative, or no recording has it.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST_BYTES:  # also NaN
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:  # also NaN
         raise InputError(f"{what} is {shown(value)}: a number of at least 0 belongs there")
     return value
 
@@ -135,18 +119,6 @@ def check_length(seconds: float, what: str) -> None:
     """
     if not math.isfinite(seconds) or seconds > _LONGEST_SECONDS:
         raise InputError(f"{what} lasts {seconds:.3g} s, longer than any training step: its times are damaged")
-
-
-def shapes_of(value: object) -> tuple[tuple[int, ...], ...] | None:
-    """Return the shapes of the inputs of an operator; None if they are not lists of whole numbers."""
-    if not isinstance(value, list):
-        return None
-    shapes = []
-    for one in value:
-        if not isinstance(one, list) or not all(type(size) is int and 0 <= size < 2**40 for size in one):
-            return None
-        shapes.append(tuple(one))
-    return tuple(shapes)
 
 
 def only_busiest(work: list[GpuWork]) -> tuple[list[GpuWork], tuple[str, ...]]:

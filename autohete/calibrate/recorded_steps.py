@@ -6,7 +6,7 @@ The GPU's work belongs to the step and the phase in which the host launched it, 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from autohete.calibrate.operators import model_flops_of
 from autohete.calibrate.recorded import NODE, GpuWork, HostRange, RecordedRun, Work
 from autohete.errors import InputError
 from autohete.printable import shown
@@ -93,6 +94,7 @@ class RecordedStep:
         parts: seconds of each part.
         late: of the passes, the seconds in which the GPU waited for the host's launches.
         kernels: number of kernels of each pass.
+        flops: of products and attention of each pass, as a model's are counted; 0 if shapes are not recorded.
         bytes: sizes of all copies to the GPU and to the host, and of all messages, that were recorded.
         pageable_bytes: those of copies whose host memory was not page-locked.
     """
@@ -103,6 +105,7 @@ class RecordedStep:
     parts: dict[Phase, float]
     late: dict[Phase, float]
     kernels: dict[Phase, int]
+    flops: dict[Phase, float]
     bytes: dict[Phase, int]
     pageable_bytes: dict[Phase, int]
 
@@ -142,11 +145,11 @@ class _PassesOfHost:
             if part := _pass_of(one.name):
                 found.setdefault((one.thread, part), []).append((one.start, one.end))
         self._found = {key: Intervals(some) for key, some in found.items()}
-        self._nodes = {one.thread for one in ranges if one.name.startswith(NODE)}
         marks = sorted((start, end, key[1]) for key, some in self._found.items() for start, end in zip(some.starts, some.ends))  # noqa: B905
         self._starts, self._marks = [start for start, _, _ in marks], [part for _, _, part in marks]
-        #: Threads that do nothing but backwards.
-        self._engines = self._nodes - {one.thread for one in ranges if not one.name.startswith(NODE) and _pass_of(one.name)}
+        #: Threads that do nothing but backwards: those of autograd that have no other pass, and no steps.
+        others = {one.thread for one in ranges if not one.name.startswith(NODE) and _marks_main(one.name)}
+        self._engines = {one.thread for one in ranges if one.name.startswith(NODE)} - others
 
     def of(self, thread: int, time: float) -> Phase:
         for part in (Phase.UPDATE, Phase.BACKWARD):
@@ -164,6 +167,10 @@ class _PassesOfHost:
         return Phase.FORWARD
 
 
+def _marks_main(name: str) -> bool:
+    return name.startswith(_STEP) or _pass_of(name) is not None
+
+
 def _pass_of(name: str) -> Phase | None:
     if _BACKWARD.search(name):
         return Phase.BACKWARD
@@ -174,6 +181,8 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
     """Start and end of each step on the host, and remarks."""
     for wanted in (name,) if name is not None else _STEP:
         marks: list[HostRange] = []
+        if wanted == _STEP[1]:  # of several optimizers, the first
+            wanted = next((one.name for one in recorded.ranges if one.name.startswith(wanted)), wanted)
         for one in recorded.ranges:
             if one.name.startswith(wanted) and (not marks or one.end > marks[-1].end):  # not one within another
                 marks.append(one)
@@ -233,12 +242,15 @@ def find_steps(recorded: RecordedRun, name: str | None = None) -> Phased:
     for _, some in active:  # a stream runs in order, while copies for the next step may begin early
         of_main = [recorded.work[place].start for place in some if recorded.work[place].stream == main]
         firsts.append(min(of_main or [recorded.work[place].start for place in some]))
-    steps = []
+    steps, begins = [], [one.start for one in recorded.operators]
     for number, (bound, some) in enumerate(active):
         ends = max(recorded.work[place].end for place in some)
         follows = number + 1 < len(active) and active[number + 1][0][0] <= bound[1] * (1 + 1e-9)
         end = firsts[number + 1] if follows else max(ends, firsts[number] + bound[1] - bound[0])
-        steps.append(timeline.step(*bound, firsts[number], max(end, firsts[number]), some))
+        counted = dict.fromkeys(PASSES, 0.0)
+        for operator in recorded.operators[bisect_left(begins, bound[0]) : bisect_left(begins, bound[1])]:
+            counted[passes.of(operator.thread, operator.start)] += model_flops_of(operator)
+        steps.append(timeline.step(*bound, firsts[number], max(end, firsts[number]), some, counted))
     remarks += _differing(steps)
     return Phased(recorded, tuple(steps), tuple(parts), (*recorded.remarks, *remarks))
 
@@ -255,10 +267,16 @@ def _differing(steps: Sequence[RecordedStep]) -> list[str]:
     seconds, kernels = [step.seconds for step in steps], {sum(step.kernels.values()) for step in steps}
     if len(steps) == 1:
         return ["there is one step, so that figures of whole steps have no spread"]
+    remarks, updating = [], sum(step.parts[Phase.UPDATE] + step.parts[Phase.CPU_UPDATE] > 0 for step in steps)
+    if 0 < updating < len(steps):
+        remarks.append(
+            f"{updating} of {len(steps)} steps update: the others may be micro-batches. Mark whole iterations, or give "
+            "--step-name Optimizer.step"
+        )
     if max(seconds) > _DIFFERENT * float(np.median(seconds)):
         why = "" if len(kernels) == 1 else f", with {min(kernels):,} to {max(kernels):,} kernels"
-        return [f"steps differ: {min(seconds):.4g} to {max(seconds):.4g} s{why}; medians are shown. Leave warm-up out"]
-    return []
+        remarks.append(f"steps differ: {min(seconds):.4g} to {max(seconds):.4g} s{why}; medians are shown. Leave warm-up out")
+    return remarks
 
 
 class _StepTimes:
@@ -269,7 +287,9 @@ class _StepTimes:
         self._busy = {work: Intervals((one.start, one.end) for one in recorded.work if one.work is work) for work in Work}
         self._updates = _cpu_updates(recorded)
 
-    def step(self, start: float, end: float, first: float, last: float, members: Sequence[int]) -> RecordedStep:
+    def step(
+        self, start: float, end: float, first: float, last: float, members: Sequence[int], flops: dict[Phase, float]
+    ) -> RecordedStep:
         computing = [place for place in members if self._work[place].work in (Work.KERNEL, Work.D2D)]
         parts = dict.fromkeys(Phase, 0.0)
         late, kernels = dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0)
@@ -295,7 +315,7 @@ class _StepTimes:
         for work, link in _LINKS.items():
             parts[link] = float(Intervals(self._spans(members, work)).within([-np.inf], [np.inf])[0])
         parts[Phase.CPU_UPDATE] = float(self._updates.within([start], [end])[0])
-        return RecordedStep(start, end, last - first, parts, late, kernels, sizes, pageable)
+        return RecordedStep(start, end, last - first, parts, late, kernels, flops, sizes, pageable)
 
     def _spans(self, members: Sequence[int], work: Work) -> list[tuple[float, float]]:
         return [(one.start, one.end) for one in (self._work[place] for place in members) if one.work is work]

@@ -211,7 +211,7 @@ def test_steps_are_found_by_other_names(tmp_path: Path) -> None:
     assert found(str(path), "--step-name", "my step")["steps"] == STEPS
     by_optimizer = found(str(path))
     assert by_optimizer["steps"] == STEPS - 1  # the last has no next one
-    assert "from one Optimizer.step# to the next" in by_optimizer["remarks"][0]
+    assert "from one Optimizer.step#AdamW.step to the next" in by_optimizer["remarks"][0]
     trace.events = [event for event in trace.events if "step" not in event["name"]]
     whole = found(str(trace.write(tmp_path / "none.json")))
     assert whole["steps"] == 1
