@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from autohete.calibrate.operators import Operator, attention_flops, product_flops, product_sizes, traffic_bytes
+from autohete.calibrate.operators import (
+    Operator,
+    attended_tokens,
+    attention_flops,
+    input_type,
+    product_flops,
+    product_sizes,
+    traffic_bytes,
+)
 from autohete.calibrate.recorded import GpuWork, RecordedRun, Work
 from autohete.calibrate.recorded_steps import Intervals, Phase, Phased
 from autohete.hardware import Gpu, Hardware
@@ -26,6 +34,10 @@ _SMALL, _LARGE = 16 << 10, 1 << 20
 _UNCACHED = 256 << 20
 #: FLOPs of a product that fills a GPU for some tens of microseconds at least.
 _LARGE_PRODUCT = 1e10
+#: Tokens from which the rate of attention hardly depends on their number.
+_LONG_TOKENS = 1024
+#: Types of 16 bit; exports of Nsight Systems have none.
+_SIXTEEN_BIT = ("c10::Half", "c10::BFloat16", "")
 #: FLOPs for each byte from which a product is bound by arithmetic on all GPUs of the presets.
 _INTENSE = 400
 #: A kernel that starts this long after its launch began found no queue: the GPU had been waiting for the host.
@@ -222,14 +234,14 @@ class OperatorRates:
         gpu = self._gpu
         timed = self._timed(product_flops)
         for key, peak, types, before in (
-            ("gpu.gemm_efficiency", gpu.peak_16bit_flops, ("c10::Half", "c10::BFloat16", ""), gpu.gemm_efficiency),
+            ("gpu.gemm_efficiency", gpu.peak_16bit_flops, _SIXTEEN_BIT, gpu.gemm_efficiency),
             ("gpu.gemm_efficiency_32bit", gpu.peak_32bit_flops, ("float",), gpu.gemm_efficiency_32bit),
         ):
             shares, weights = [], []
             for one, flops, seconds in timed:
                 batch, rows, inner, columns = product_sizes(one)
                 intensity = flops / (batch * (rows * inner + inner * columns + rows * columns) * 2)
-                if (one.types[-1] if one.types else "") in types and flops >= _LARGE_PRODUCT and intensity >= _INTENSE:
+                if input_type(one) in types and flops >= _LARGE_PRODUCT and intensity >= _INTENSE:
                     factor = small_product_factor(rows, columns, inner, batch, gpu.multiprocessors)
                     shares.append(flops * factor / seconds / peak)
                     weights.append(seconds)
@@ -247,7 +259,11 @@ class OperatorRates:
 
     def attention(self) -> list[MeasuredFigure]:
         """The rate of fused attention, forward and backward together, as a share of that of large products."""
-        timed = self._timed(attention_flops)
+        timed = [
+            one
+            for one in self._timed(attention_flops)
+            if input_type(one[0]) in _SIXTEEN_BIT and attended_tokens(one[0]) >= _LONG_TOKENS
+        ]
         rate = self._gpu.peak_16bit_flops * next((one.value for one in self.products()), self._gpu.gemm_efficiency)
         shares = [flops / seconds / rate for _, flops, seconds in timed]
         weights = [seconds for _, _, seconds in timed]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from autohete.calibrate.operators import Operator, is_counted, shapes_of
+from autohete.calibrate.operators import Operator, is_causal, is_counted, shapes_of
 from autohete.calibrate.recorded import (
     COLLECTIVE,
     NODE,
@@ -177,8 +177,8 @@ class _Reader:
     def _operator(self, name: str, start: float, end: float, thread: int, args: dict[str, Any]) -> None:
         shapes, types, concrete = (args.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
         if (found := shapes_of(shapes)) is not None and isinstance(types, list):
-            masked = isinstance(concrete, list) and len(concrete) > 4 and concrete[4] == "False"
-            self.operators.append(Operator(start, end, thread, name, found, tuple(map(str, types)), not masked))
+            causal = is_causal(name, concrete)
+            self.operators.append(Operator(start, end, thread, name, found, tuple(map(str, types)), causal))
 
     def _on_gpu(self, name: str, start: float, end: float, args: dict[str, Any], where: str, *, is_set: bool) -> None:
         size, work, pinned = 0, Work.KERNEL, True

@@ -14,6 +14,15 @@ _ELEMENTWISE = re.compile(r"aten::(?:add_?|mul_?|copy_|gelu|silu|gelu_backward|s
 _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_(?:flash|efficient|cudnn)_attention(_backward)?$|(flash_attn)::_flash_attn_forward$"
 )
+#: Places of ``is_causal`` among their arguments (torch 2.13, native_functions.yaml).
+_CAUSAL = {
+    "aten::_scaled_dot_product_flash_attention": 4,
+    "aten::_scaled_dot_product_efficient_attention": 6,
+    "aten::_scaled_dot_product_cudnn_attention": 6,
+    "aten::_scaled_dot_product_flash_attention_backward": 11,
+    "aten::_scaled_dot_product_efficient_attention_backward": 11,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 14,
+}
 _BYTES = {"float": 4, "c10::Half": 2, "c10::BFloat16": 2, "double": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
 
 
@@ -27,6 +36,12 @@ class Operator(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     types: tuple[str, ...]
     causal: bool = True
+
+
+def is_causal(name: str, inputs: object) -> bool:
+    """Whether attention has a causal mask, by its inputs as text; True if that is not recorded."""
+    place = _CAUSAL.get(name)
+    return place is None or not isinstance(inputs, list) or len(inputs) <= place or inputs[place] != "False"
 
 
 def is_counted(name: str) -> bool:
@@ -55,20 +70,34 @@ def product_sizes(operator: Operator) -> tuple[int, int, int, int]:
     return prod(shapes[0][:-2]), shapes[0][-2], shapes[0][-1], shapes[1][-1]
 
 
+def input_type(operator: Operator) -> str:
+    """The type of the first matrix of a product, or of the queries of attention; empty if types are not recorded."""
+    first = _PRODUCTS.get(operator.name, _queries(operator))
+    return operator.types[first] if len(operator.types) > first else ""
+
+
 def product_flops(operator: Operator) -> float:
     """FLOPs of a product of matrices; 0 for another operator."""
     return 2.0 * prod(product_sizes(operator))
 
 
+def attended_tokens(operator: Operator) -> int:
+    """Keys that a query of fused attention is multiplied with, a mask apart; 0 for another operator."""
+    found = _ATTENTION.match(operator.name)
+    keys = operator.shapes[_queries(operator) + 1 :][:1]
+    return keys[0][1 if found[2] else 2] if found and keys and len(keys[0]) == 4 else 0
+
+
 def attention_flops(operator: Operator) -> float:
     """FLOPs of fused attention, without those that a causal mask saves; 0 for another operator."""
-    found = _ATTENTION.match(operator.name)
-    first = 1 if found and found[1] else 0
-    shapes = operator.shapes[first : first + 2]
-    if found is None or len(shapes) < 2 or any(len(shape) != 4 for shape in shapes):
-        return 0.0
-    keys = shapes[1][1 if found[2] else 2]
-    return 4.0 * prod(shapes[0]) * keys * (0.5 if operator.causal else 1.0) * (ATTENTION_BACKWARD if found[1] else 1.0)
+    queries, keys = _queries(operator), attended_tokens(operator)
+    passes = ATTENTION_BACKWARD if queries else 1.0
+    return 4.0 * prod(operator.shapes[queries]) * keys * (0.5 if operator.causal else 1.0) * passes if keys else 0.0
+
+
+def _queries(operator: Operator) -> int:
+    """The place of the queries among the inputs of attention: after the gradient, in a backward."""
+    return int(operator.name.endswith("_backward"))
 
 
 def model_flops_of(operator: Operator) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command import autohete, refused
-from support.kineto import DEVICE, KNOWN, STEPS, KinetoTrace, as_kineto, known_trace
+from support.kineto import DEVICE, KNOWN, STEPS, KinetoTrace, as_kineto, known_trace, launched_trace
 
 from autohete.hardware import load_hardware
 from autohete.hardware.schema import read_hardware
@@ -95,6 +96,52 @@ def test_a_recorded_simulation_is_predicted_again(tmp_path: Path) -> None:
     assert len(answer["explanations"]) == 3
     again = autohete("simulate", "--profile", str(profile), "--policy", "zero_offload", "--json")
     assert json.loads(again.stdout)["iteration_seconds"] == pytest.approx(true.iteration_seconds, rel=0.02)
+
+
+def test_the_explanations_name_the_rates_that_differ(tmp_path: Path) -> None:
+    """Each wait by the lane that it is for, the largest first; the text has them below the table."""
+    workload = Workload("small", 1024, 6, 8, sequence_length=512, batch_size=4)
+    slow = load_hardware(NODE, {"links.d2h.bandwidth": "2GB/s", "cpu.update_bandwidth": "50GB/s"})
+    true = simulate_policy(analytic_profile(workload, slow), parse_policy("zero_offload"))
+    path = as_kineto(true).write(tmp_path / "run.json")
+    model = ["--hidden", "1024", "--blocks", "6", "--heads", "8", "--sequence-length", "512", "--batch-size", "4"]
+    text = autohete("calibrate", str(path), "--hardware", NODE, *model, "--policy", "zero_offload").stdout
+    assert re.search(r"^GPU waits for copies to the host +20.\d+ ms +2\d\d ms ", text, re.MULTILINE)
+    assert re.search(
+        r"1. GPU waits for copies to the host: 2\d\d ms longer .*links.d2h.bandwidth is 2 GB/s instead of 25.5", text
+    )
+    assert re.search(r"2. GPU waits for the optimizer: .*cpu.update_bandwidth is 50 GB/s instead of 69", text)
+    assert re.search(r"^links.d2h.bandwidth +25.5 GB/s +2 GB/s", text, re.MULTILINE)
+
+
+def test_a_pass_that_waits_for_launches_is_explained_by_them(tmp_path: Path) -> None:
+    """The time of a launch is found, and a pass has the time of its launches, not of its kernels."""
+    path = launched_trace(40, 50).write(tmp_path / "x.json")
+    answer = found(str(path), "--hidden", "64", "--blocks", "2", "--heads", "2", "--batch-size", "1", "--vocabulary", "100")
+    parts = {one["part"]: one for one in answer["parts"]}
+    assert {one["key"]: one["value"] for one in answer["figures"]}["cpu.launch"] == pytest.approx(40e-6, rel=1e-3)
+    assert parts["forward"]["measured"] == pytest.approx(50 * 40e-6, rel=0.03)
+    assert parts["forward"]["calibrated"] == pytest.approx(50 * 40e-6, rel=0.03)
+    said = [line for line in answer["explanations"] if line.startswith(("forward", "backward"))]
+    assert len(said) == 2
+    assert all("the GPU waits for the host's launches, 40.00 us for each of 50 kernels" in line for line in said)
+
+
+def test_another_batch_than_named_is_recognised(known: Path) -> None:
+    """By the FLOPs of the products that the trace has."""
+    model = ["--hidden", "64", "--blocks", "2", "--heads", "2", "--batch-size", "1", "--vocabulary", "100"]
+    (line,) = (one for one in found(str(known), "--hardware", NODE, *model)["explanations"] if one.startswith("forward"))
+    assert "Its products have 0.275 TFLOP" in line
+    assert "compare batch, length" in line
+
+
+def test_micro_batches_are_no_steps(tmp_path: Path) -> None:
+    """Where only some steps update, the remark says what to mark."""
+    trace = known_trace(3e14, 1.5e12)
+    updates = [event for event in trace.events if event["name"].startswith("Optimizer.step")]
+    trace.events = [event for event in trace.events if event not in updates[::2]]
+    remarks = found(str(trace.write(tmp_path / "x.json")))["remarks"]
+    assert any("3 of 6 steps update: the others may be micro-batches" in remark for remark in remarks)
 
 
 def test_a_compressed_trace_is_the_same(known: Path, tmp_path: Path) -> None:

@@ -99,6 +99,19 @@ def known_trace(peak_flops: float, memory_bandwidth: float) -> KinetoTrace:
     return trace
 
 
+def launched_trace(launch_microseconds: float, kernels: int) -> KinetoTrace:
+    """Three steps with a forward and a backward of this many kernels of 5 us each, of which each waits for its launch."""
+    trace = KinetoTrace()
+    for step in range(3):
+        begin, half = step * 2 * kernels * launch_microseconds, kernels * launch_microseconds
+        trace.add("user_annotation", f"ProfilerStep#{step}", begin, begin + 2 * half)
+        trace.add("cpu_op", "autograd::engine::evaluate_function: X", begin + half, begin + 2 * half - 1, ENGINE)
+        for number in range(2 * kernels):
+            issued = begin + number * launch_microseconds
+            trace.gpu("k", issued + 4, issued + 9, issued, thread=MAIN if number < kernels else ENGINE)
+    return trace
+
+
 def _products(trace: KinetoTrace, begin: float, peak_flops: float, memory_bandwidth: float) -> None:
     """A forward of 4 ms: a product, an addition, and the rest; launched at the step's begin, by the main thread."""
     rows, inner, columns = 4096, 4096, 8192
@@ -108,11 +121,11 @@ def _products(trace: KinetoTrace, begin: float, peak_flops: float, memory_bandwi
     gap, bf16 = KNOWN["gpu.kernel_overhead"] * 1e6, "c10::BFloat16"
     start = begin + 1000
     for name, shapes, seconds in (
-        ("aten::mm", [[rows, inner], [inner, columns]], product),
+        ("aten::addmm", [[columns], [rows, inner], [inner, columns], []], product),
         ("aten::add", [[8192, 8192], [8192, 8192], []], added),
     ):
-        issued = begin + (10 if name == "aten::mm" else 30)
-        kinds = [bf16, bf16, "Scalar"][: len(shapes)]
+        issued = begin + (10 if name == "aten::addmm" else 30)
+        kinds = [bf16 if shape else "Scalar" for shape in shapes]
         about: dict[str, Any] = {"Input Dims": shapes, "Input type": kinds}
         trace.add("cpu_op", name, issued, issued + 10, **about)
         trace.gpu(name, start, start + seconds, issued + 5)
