@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autohete.answer.site import Site
 from autohete.calibrate.calibrated import (
@@ -18,7 +18,6 @@ from autohete.calibrate.calibrated import (
 )
 from autohete.calibrate.differences import PartDifference, differences, explanations, predicted_parts
 from autohete.calibrate.figures import MeasuredFigure, hardware_figures
-from autohete.calibrate.recorded import RecordedRun
 from autohete.calibrate.recorded_steps import Phase, Phased
 from autohete.plan.policy import Policy
 from autohete.profile import Profile
@@ -39,6 +38,7 @@ class Calibration:
     """What a recording shows, and what was predicted for it.
 
     Args:
+        format: the form of this document.
         trace, date: the recording's name and date.
         gpu: the name of its GPU; empty if not recorded.
         steps: number of its steps.
@@ -51,6 +51,7 @@ class Calibration:
         remarks: what was assumed, and what is unusual, in words.
     """
 
+    format: Literal["autohete-calibration 1"]
     trace: str
     date: str
     gpu: str
@@ -97,50 +98,35 @@ def calibrate(
         )
     if recorded.gpus != site.gpus:
         remarks.append(f"{recorded.gpus} processes trained together, but --gpus is {site.gpus}: give --gpus {recorded.gpus}")
-    if workload is None or policy is None:
-        document = calibrated_document(site, figure_tables(figures, recorded), name)
-        found = _calibration(phased, figures, differences(phased, None, None), remarks)
-        return found, CalibratedFiles(document, None)
-    before = simulate_policy(analytic_profile(workload, base), policy)
-    predicted = predicted_parts(before)
-    updates = [(base.cpu.update_bandwidth, predicted[Phase.CPU_UPDATE])]
-    factors = PassFactors()
-    for _ in range(_ROUNDS):
-        measured = figures + cpu_update_figure(phased, updates)
-        document = calibrated_document(site, figure_tables(measured, recorded), name)
-        hardware = calibrated_hardware(document, site)
-        profile = scaled_profile(analytic_profile(workload, hardware), factors)
-        after = simulate_policy(profile, policy)
-        updates.append((hardware.cpu.update_bandwidth, predicted_parts(after)[Phase.CPU_UPDATE]))
-        factors *= pass_factors(phased, after) or PassFactors()
-    if pass_factors(phased, after) is None:
-        remarks.append("forward and backward could not be told apart, so that their times are not calibrated")
-    rows = differences(phased, predicted, predicted_parts(after))
-    said = explanations(rows, phased, before, measured)
-    seconds = before.iteration_seconds, after.iteration_seconds
-    return _calibration(phased, measured, rows, remarks, said, *seconds), CalibratedFiles(document, profile)
-
-
-def _calibration(
-    phased: Phased,
-    figures: list[MeasuredFigure],
-    rows: list[PartDifference],
-    remarks: list[str],
-    said: list[str] | None = None,
-    predicted: float | None = None,
-    calibrated: float | None = None,
-) -> Calibration:
-    recorded: RecordedRun = phased.recorded
-    return Calibration(
-        recorded.name,
-        recorded.date,
-        recorded.gpu,
-        len(phased.steps),
-        phased.seconds,
-        predicted,
-        calibrated,
-        tuple(figures),
-        tuple(rows),
-        tuple(said or ()),
-        tuple(remarks),
+    measured, before, after, profile = figures, None, None, None
+    document = calibrated_document(site, figure_tables(figures, recorded), name)
+    if workload is not None and policy is not None:
+        before, factors = simulate_policy(analytic_profile(workload, base), policy), PassFactors()
+        updates = [(base.cpu.update_bandwidth, predicted_parts(before)[Phase.CPU_UPDATE])]
+        for _ in range(_ROUNDS):
+            measured = figures + cpu_update_figure(phased, updates)
+            document = calibrated_document(site, figure_tables(measured, recorded), name)
+            hardware = calibrated_hardware(document, site)
+            profile = scaled_profile(analytic_profile(workload, hardware), factors)
+            after = simulate_policy(profile, policy)
+            updates.append((hardware.cpu.update_bandwidth, predicted_parts(after)[Phase.CPU_UPDATE]))
+            if (more := pass_factors(phased, after)) is None:
+                remarks.append("forward and backward could not be told apart, so that their times are not calibrated")
+                break
+            factors *= more
+    rows = differences(phased, *(None if one is None else predicted_parts(one) for one in (before, after)))
+    found = Calibration(
+        format="autohete-calibration 1",
+        trace=recorded.name,
+        date=recorded.date,
+        gpu=recorded.gpu,
+        steps=len(phased.steps),
+        measured_seconds=phased.seconds,
+        predicted_seconds=None if before is None else before.iteration_seconds,
+        calibrated_seconds=None if after is None else after.iteration_seconds,
+        figures=tuple(measured),
+        parts=tuple(rows),
+        explanations=() if before is None else tuple(explanations(rows, phased, before, measured)),
+        remarks=tuple(remarks),
     )
+    return found, CalibratedFiles(document, profile)

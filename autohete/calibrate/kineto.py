@@ -32,6 +32,8 @@ _CURE = "give a trace that torch.profiler has written (export_chrome_trace, tens
 _CHUNK, _BLANKS = 1 << 20, re.compile(r"[ \t\r\n]+")
 #: Characters of one event, or of another entry of the file. The longest have lists of shapes or of processes.
 _LONGEST = 1 << 24
+#: Characters of words of JSON, such as "-Infinity".
+_LONGEST_WORD = 9
 #: Categories of host calls that launch work, and of copies and kernels.
 _CALLS = ("cuda_runtime", "cuda_driver", "runtime", "hip_runtime")
 _SETS = ("gpu_memset", "memset")
@@ -48,8 +50,8 @@ class _Json:
     """A JSON text of any length, read value by value."""
 
     def __init__(self, read: Callable[[int], str]) -> None:
-        self._read, self._text, self._at, self._ended = read, "", 0, False
-        self._decode = json.JSONDecoder().raw_decode
+        self._read, self._text, self._at = read, "", 0
+        self._decode = json.JSONDecoder(strict=False).raw_decode  # names of kernels have control characters
 
     def _more(self) -> bool:
         left = self._text[self._at :]
@@ -88,9 +90,9 @@ class _Json:
                     self._at = end
                     return value
             except json.JSONDecodeError as error:
-                # Within the last characters, such as half of a name, the fault may only be that the rest is missing.
-                if len(self._text) - self._at > _LONGEST:
-                    raise InputError(error.msg) from error
+                # At the end of what was read, such as in half of a name, the fault may only be that the rest is missing.
+                if "Unterminated" not in error.msg and error.pos < len(self._text) - _LONGEST_WORD:
+                    raise InputError(f"it is not JSON ({error.msg})") from error
             except RecursionError as error:
                 raise InputError("it nests too deep") from error
             except ValueError as error:  # a number of thousands of digits

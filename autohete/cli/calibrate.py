@@ -68,7 +68,7 @@ def calibrate(
     workload = question.of_workload() if asked else None
     site = Site(question.hardware, question.overrides(), question.gpus, question.system_bytes())
     base = site.hardware().name
-    chosen = parse_policy(policy or "resident") if asked else None
+    chosen = parse_policy("resident" if policy is None else policy) if asked else None
     phased = find_steps(read_recorded(trace, device=device == "cpu"), step_name)
     found, files = calibrated(phased, site, workload, chosen, Path(hardware_out or trace).stem)
     if hardware_out is not None:
