@@ -6,13 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from autohete.answer.site import Site, without_system
 from autohete.calibrate.differences import predicted_parts, seconds_by_kind
 from autohete.calibrate.figures import MeasuredFigure
 from autohete.calibrate.recorded import RecordedRun
 from autohete.calibrate.recorded_steps import PASSES, Phase, Phased
+from autohete.errors import InputError
 from autohete.hardware import Hardware, HardwareFile
 from autohete.hardware.document import changed, combine, overridden, read_chain
+from autohete.printable import shown
 from autohete.profile import Profile, UnitProfile
 from autohete.schedule import GPU, Kind
 from autohete.simulate import Simulation
@@ -21,7 +25,7 @@ from autohete.simulate import Simulation
 _SHORTEST_UPDATE = 1e-4
 
 
-def figure_tables(figures: Iterable[MeasuredFigure], recorded: RecordedRun) -> dict[str, Any]:
+def _tables(figures: Iterable[MeasuredFigure], recorded: RecordedRun) -> dict[str, Any]:
     """Return the figures as the tables of a hardware file."""
     tables: dict[str, Any] = {}
     for figure in figures:
@@ -33,14 +37,22 @@ def figure_tables(figures: Iterable[MeasuredFigure], recorded: RecordedRun) -> d
     return tables
 
 
-def calibrated_document(site: Site, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def calibrated_document(site: Site, figures: Iterable[MeasuredFigure], recorded: RecordedRun, name: str) -> Mapping[str, Any]:
     """Return the whole document of the hardware of ``site``, called ``name``, with measured figures.
 
     Raises:
-        InputError: the hardware, or a figure given with it, is not valid.
+        InputError: the hardware, or a figure given with it, is not valid; or no hardware can have the measured ones.
     """
     whole = combine(read_chain(site.source))
-    return changed(overridden(whole, site.given) if site.given else whole, {**tables, "name": name})
+    if site.given:
+        whole = overridden(whole, site.given)
+    document = changed(whole, {**_tables(figures, recorded), "name": name})
+    try:
+        HardwareFile.of(document)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
+        raise InputError(f"{shown(recorded.name)} has times or sizes of no hardware ({faults}): record it again") from error
+    return document
 
 
 def calibrated_hardware(document: Mapping[str, Any], site: Site) -> Hardware:

@@ -12,7 +12,6 @@ from autohete.calibrate.calibrated import (
     calibrated_document,
     calibrated_hardware,
     cpu_update_figure,
-    figure_tables,
     pass_factors,
     scaled_profile,
 )
@@ -85,7 +84,7 @@ def calibrate(
         name: of the calibrated hardware.
 
     Raises:
-        InputError: the workload cannot be simulated on the hardware.
+        InputError: the workload cannot be simulated on the hardware, or no hardware can have the figures of the recording.
         InfeasibleError: the policy finds no plan for it.
     """
     recorded, remarks, base = phased.recorded, list(phased.remarks), site.hardware()
@@ -99,13 +98,13 @@ def calibrate(
     if recorded.gpus != site.gpus:
         remarks.append(f"{recorded.gpus} processes trained together, but --gpus is {site.gpus}: give --gpus {recorded.gpus}")
     measured, before, after, profile = figures, None, None, None
-    document = calibrated_document(site, figure_tables(figures, recorded), name)
+    document = calibrated_document(site, figures, recorded, name)
     if workload is not None and policy is not None:
         before, factors = simulate_policy(analytic_profile(workload, base), policy), PassFactors()
         updates = [(base.cpu.update_bandwidth, predicted_parts(before)[Phase.CPU_UPDATE])]
         for _ in range(_ROUNDS):
             measured = figures + cpu_update_figure(phased, updates)
-            document = calibrated_document(site, figure_tables(measured, recorded), name)
+            document = calibrated_document(site, measured, recorded, name)
             hardware = calibrated_hardware(document, site)
             profile = scaled_profile(analytic_profile(workload, hardware), factors)
             after = simulate_policy(profile, policy)

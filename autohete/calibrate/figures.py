@@ -151,7 +151,7 @@ def _collectives(work: Sequence[GpuWork], hardware: Hardware) -> list[MeasuredFi
     """The bus bandwidth. A collective also waits for the slowest GPU, so that the fastest quarter shows the rate."""
     join = hardware.interconnect
     rates = [one.bytes / (one.end - one.start) for one in work if one.work is Work.COLLECTIVE and one.bytes >= _LARGE]
-    if join is None or len(rates) < _FEWEST:
+    if join is None or join.assumed or len(rates) < _FEWEST:  # a file has all figures of the table, or none
         return []
     value, low, high = (float(np.percentile(rates, end)) for end in (75, _LOW, _HIGH))
     what = f"{len(rates):,} collectives, of which the faster quarter did not wait for other GPUs"

@@ -247,6 +247,16 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     assert "none of the tables of nsys" in refused("calibrate", str(tmp_path / "other.sqlite"))
 
 
+def test_rates_of_no_hardware_are_refused(tmp_path: Path) -> None:
+    """Such as a link of 10^24 B/s, by the figure that would be."""
+    trace = known_trace(3e14, 1.5e12)
+    for event in trace.events:
+        if "HtoD (Pinned" in event["name"] and event["dur"] > 100:
+            event["args"]["bytes"] = 10**18
+    said = refused("calibrate", str(trace.write(tmp_path / "x.json")))
+    assert "times or sizes of no hardware (links.h2d.bandwidth" in said
+
+
 def test_options_that_do_not_belong_are_refused(known: Path) -> None:
     """With the option that is missing."""
     assert "--policy needs the model" in refused("calibrate", str(known), "--policy", "resident")

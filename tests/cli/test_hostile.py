@@ -169,7 +169,7 @@ def test_a_hostile_recording_is_answered(folder: Path, data: st.DataObject) -> N
     document: Any = json.loads((folder / "recording.json").read_text())
     (folder / "x.json").write_text(data.draw(hostile.recordings(document)))
     with _soon():
-        done = autohete("calibrate", "x.json", "--hardware", hostile.NODE, cwd=folder)
+        done = autohete("calibrate", "x.json", "--hardware", hostile.NODE, *SMALL, cwd=folder)
     (folder / "x.json").unlink()
     assert done.returncode in (0, 2), done.stderr
     assert done.stderr.count("\n") == (done.returncode == 2)
