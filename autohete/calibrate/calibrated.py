@@ -60,15 +60,16 @@ def calibrated_hardware(document: Mapping[str, Any], site: Site) -> Hardware:
     return without_system(HardwareFile.of(document).hardware().shared_by(site.gpus), site.system_bytes)
 
 
-def cpu_update_figure(phased: Phased, predicted: Sequence[tuple[float, float]]) -> list[MeasuredFigure]:
-    """The rate of the CPU's updates.
+def cpu_update_figure(phased: Phased, predicted: Sequence[tuple[float, float]], ranks: int = 1) -> list[MeasuredFigure]:
+    """The rate of the CPU's updates, of all ``ranks`` of a node together.
 
     A recording has no bytes of an update. The prediction counts them from the plan, for the trained parameters of the model,
     and adds elementwise work at a rate of its own: its seconds are a line over one divided by the rate.
 
     Args:
         phased: the recording.
-        predicted: rates in B/s and the seconds predicted with them; the first is of the hardware that is calibrated.
+        predicted: rates of a rank in B/s and the seconds predicted with them; the first is of the hardware that is calibrated.
+        ranks: GPUs of a node, each with a process that updates its share.
     """
     measured = sorted(step.parts[Phase.CPU_UPDATE] for step in phased.steps)
     (first, seconds), (last, others) = predicted[0], predicted[-1]
@@ -80,9 +81,10 @@ def cpu_update_figure(phased: Phased, predicted: Sequence[tuple[float, float]]) 
         beside = seconds - work / first
     if work <= 0 or measured[0] <= beside:
         work, beside = first * seconds, 0.0
-    rates = [work / (one - beside) for one in reversed(measured)]
+    rates = [ranks * work / (one - beside) for one in reversed(measured)]
+    key = "cpu.update_bandwidth" if ranks == 1 else "cpu.ranks_update_bandwidth"
     what = f"{len(rates)} steps of the optimizer on the CPU, with the bytes that the plan moves"
-    return [MeasuredFigure("cpu.update_bandwidth", rates[len(rates) // 2], rates[0], rates[-1], "B/s", what, first)]
+    return [MeasuredFigure(key, rates[len(rates) // 2], rates[0], rates[-1], "B/s", what, ranks * first)]
 
 
 @dataclass(frozen=True, slots=True)

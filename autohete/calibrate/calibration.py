@@ -103,7 +103,7 @@ def calibrate(
         before, factors = simulate_policy(analytic_profile(workload, base), policy), PassFactors()
         updates = [(base.cpu.update_bandwidth, predicted_parts(before)[Phase.CPU_UPDATE])]
         for _ in range(_ROUNDS):
-            measured = figures + cpu_update_figure(phased, updates)
+            measured = figures + cpu_update_figure(phased, updates, base.gpus_of_node)
             document = calibrated_document(site, measured, recorded, name)
             hardware = calibrated_hardware(document, site)
             profile = scaled_profile(analytic_profile(workload, hardware), factors)

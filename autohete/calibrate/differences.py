@@ -129,7 +129,8 @@ def explanations(
     rows: Sequence[PartDifference], phased: Phased, simulation: Simulation, figures: Sequence[MeasuredFigure]
 ) -> list[str]:
     """Explain the three largest differences, the largest first, of the parts that make up the iteration: passes and waits."""
-    known, by_part = {figure.key: figure for figure in figures}, {row.part: row for row in rows}
+    known = {figure.key.replace("ranks_", ""): figure for figure in figures}
+    by_part = {row.part: row for row in rows}
     explainer = _Explainer(phased, by_part, known, predicted_flops(simulation))
     least, found = _SMALL * simulation.iteration_seconds, []
     added = [row for row in rows if row.part not in _RATES]

@@ -101,6 +101,19 @@ def test_a_recorded_simulation_is_predicted_again(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["iteration_seconds"] == pytest.approx(true.iteration_seconds, rel=0.02)
 
 
+def test_the_updates_of_several_ranks_are_calibrated_together(tmp_path: Path) -> None:
+    """On two GPUs the rate of updates is that of both processes, and is found."""
+    workload = Workload("small", 1024, 6, 8, sequence_length=512, batch_size=4)
+    slow = load_hardware(NODE, {"cpu.ranks_update_bandwidth": "40GB/s"}).shared_by(2)
+    true = simulate_policy(analytic_profile(workload, slow), parse_policy("zero_offload"))
+    path = as_kineto(true).write(tmp_path / "run.json", distributedInfo={"world_size": 2})
+    model = ["--hidden", "1024", "--blocks", "6", "--heads", "8", "--sequence-length", "512", "--batch-size", "4"]
+    answer = found(str(path), "--hardware", NODE, *model, "--gpus", "2", "--policy", "zero_offload")
+    values = {one["key"]: one["value"] for one in answer["figures"]}
+    assert values["cpu.ranks_update_bandwidth"] == pytest.approx(40e9, rel=0.02)
+    assert not any("processes trained together" in remark for remark in answer["remarks"])
+
+
 def test_the_explanations_name_the_rates_that_differ(tmp_path: Path) -> None:
     """Each wait by the lane that it is for, the largest first; the text has them below the table."""
     workload = Workload("small", 1024, 6, 8, sequence_length=512, batch_size=4)
