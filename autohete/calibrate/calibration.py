@@ -88,7 +88,7 @@ def calibrate(
         InfeasibleError: the policy finds no plan for it.
     """
     recorded, remarks, base = phased.recorded, list(phased.remarks), site.hardware()
-    figures = hardware_figures(phased, base)
+    figures = [figure for figure in hardware_figures(phased, base) if figure.key not in site.given]
     if recorded.memory_bytes and abs(recorded.memory_bytes / base.gpu.memory_bytes - 1) > _ANOTHER_GPU:
         sizes = format_bytes(recorded.memory_bytes), format_bytes(base.gpu.memory_bytes)
         remarks.append(

@@ -22,6 +22,7 @@ from autohete.calibrate.operators import (
 from autohete.calibrate.recorded import GpuWork, RecordedRun, Work
 from autohete.calibrate.recorded_steps import Intervals, Phase, Phased
 from autohete.hardware import Gpu, Hardware
+from autohete.printable import printable
 from autohete.profile.rates import small_product_factor
 
 #: Ends of a range, in percent of the samples.
@@ -69,7 +70,7 @@ class MeasuredFigure:
 
     def entry(self, name: str, date: str) -> dict[str, Any]:
         """Return the figure as hardware files have it; ``name`` and ``date`` are those of the recording."""
-        source = f"measured: {self.samples} in {name}"
+        source = f"measured: {self.samples} in {printable(name)}"
         entry: dict[str, Any] = {"value": self._written(self.value), "source": source, "date": date}
         if self.low < self.high:
             entry["range"] = [self._written(self.low), self._written(self.high)]

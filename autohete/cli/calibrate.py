@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -53,6 +52,8 @@ def calibrate(
     from autohete.calibrate.calibration import calibrate as calibrated
     from autohete.calibrate.reading import read_recorded
     from autohete.calibrate.recorded_steps import find_steps
+    from autohete.hardware.document import find
+    from autohete.hardware.template import based_text, hardware_name
     from autohete.policies import parse_policy
 
     if question.profile is not None:
@@ -70,12 +71,11 @@ def calibrate(
     base = site.hardware().name
     chosen = parse_policy("resident" if policy is None else policy) if asked else None
     phased = find_steps(read_recorded(trace, device=device == "cpu"), step_name)
-    found, files = calibrated(phased, site, workload, chosen, Path(hardware_out or trace).stem)
+    found, files = calibrated(phased, site, workload, chosen, hardware_name(hardware_out or trace))
     if hardware_out is not None:
         from autohete.files import write_text
-        from autohete.hardware.template import based_text
 
-        entries = {figure.key: figure.entry(found.trace, found.date) for figure in found.figures}
+        entries = {key: find(files.document, key) for key in (*site.given, *(figure.key for figure in found.figures))}
         title = f"{base}, calibrated with {found.trace}"
         write_text(hardware_out, based_text(hardware_out, question.hardware, title, entries))
     if profile_out is not None and files.profile is not None:

@@ -75,6 +75,18 @@ def test_the_hardware_file_has_what_was_measured(known: Path, tmp_path: Path) ->
     assert "known.json" in read_hardware(file).gpu.gemm_efficiency.source
 
 
+def test_figures_that_are_given_stay(known: Path, tmp_path: Path) -> None:
+    """Also where the trace shows others; they are in the file, whatever the names of files."""
+    trace, file = tmp_path / "a trace (1).json", tmp_path / "my node.toml"
+    known.rename(trace)
+    given = ["--gpu-memory", "16GiB", "--set", "cpu.cores=8", "--set", "host.pinned_rounding=none"]
+    assert autohete("calibrate", str(trace), "--hardware", NODE, *given, "--hardware-out", str(file)).returncode == 0
+    hardware = load_hardware(file)
+    assert (hardware.gpu.memory_bytes, hardware.cpu.cores, hardware.host.rounds_pinned) == (16 << 30, 8, False)
+    assert hardware.h2d.bandwidth == pytest.approx(KNOWN["links.h2d.bandwidth"], rel=1e-4)
+    assert hardware.name == "my-node"
+
+
 def test_a_recorded_simulation_is_predicted_again(tmp_path: Path) -> None:
     """A run on another hardware than is known: with what its recording shows, the prediction is that of the other hardware."""
     workload = Workload("small", 1024, 6, 8, sequence_length=512, batch_size=4)
