@@ -145,8 +145,8 @@ class _PassesOfHost:
             if part := _pass_of(one.name):
                 found.setdefault((one.thread, part), []).append((one.start, one.end))
         self._found = {key: Intervals(some) for key, some in found.items()}
-        marks = sorted((start, end, key[1]) for key, some in self._found.items() for start, end in zip(some.starts, some.ends))  # noqa: B905
-        self._starts, self._marks = [start for start, _, _ in marks], [part for _, _, part in marks]
+        marks = sorted((start, part) for (_, part), some in self._found.items() for start in some.starts)
+        self._starts, self._marks = [start for start, _ in marks], [part for _, part in marks]
         #: Threads that do nothing but backwards: those of autograd that have no other pass, and no steps.
         others = {one.thread for one in ranges if not one.name.startswith(NODE) and _marks_main(one.name)}
         self._engines = {one.thread for one in ranges if one.name.startswith(NODE)} - others
@@ -159,12 +159,8 @@ class _PassesOfHost:
             return Phase.BACKWARD
         # Between a backward and an update gradients are scaled and clipped; what else is launched is of a forward.
         after = bisect_right(self._starts, time)
-        if 0 < after < len(self._marks) and (self._marks[after - 1], self._marks[after]) == (
-            Phase.BACKWARD,
-            Phase.UPDATE,
-        ):
-            return Phase.UPDATE
-        return Phase.FORWARD
+        between = self._marks[max(after - 1, 0) : after + 1]
+        return Phase.UPDATE if between == [Phase.BACKWARD, Phase.UPDATE] else Phase.FORWARD
 
 
 def _marks_main(name: str) -> bool:
@@ -232,7 +228,7 @@ def find_steps(recorded: RecordedRun, name: str | None = None) -> Phased:
         parts.append(passes.of(one.thread, time))
     if not any(members):
         raise InputError(f"the GPU did nothing in the steps of {shown(recorded.name)}: record whole steps, after a warm-up")
-    if not recorded.ranges or not any(part in (Phase.BACKWARD, Phase.UPDATE) for part in parts):
+    if not any(part in (Phase.BACKWARD, Phase.UPDATE) for part in parts):
         remarks.append(
             "no backward was found, by autograd's ranges or others: all work counts as forward; record CPU activities"
         )
@@ -364,7 +360,7 @@ def _cpu_updates(recorded: RecordedRun) -> Intervals:
         times = launches.get(update.thread, [])
         launched = bisect_right(times, update.end) - bisect_right(times, update.start)
         if _pass_of(update.name) is Phase.UPDATE and not launched:
-            waited = sum(end - start for thread, start, end in recorded.waits if thread == update.thread
-                         and update.start <= start and end <= update.end)  # fmt: skip
+            within = (wait for wait in recorded.waits if wait[0] == update.thread and update.start <= wait[1] <= update.end)
+            waited = sum(end - start for _, start, end in within)
             found.append((update.start, max(update.start, update.end - waited)))
     return Intervals(found)
