@@ -31,7 +31,7 @@ _inputs: ContextVar[dict[tuple[int, int], str] | None] = ContextVar("inputs", de
 
 @contextmanager
 def guarded_inputs() -> Iterator[None]:
-    """Refuse to overwrite, until the end, what :func:`read_bytes` has read. For a command, which reads before it writes."""
+    """Refuse to overwrite, until the end, what :func:`opened` has opened. For a command, which reads before it writes."""
     token = _inputs.set({})
     try:
         yield
@@ -52,20 +52,39 @@ def read_bytes(path: str | Path, what: str, cure: str, limit: int = LARGEST_TEXT
     Raises:
         InputError: it cannot be read, is larger, or is a folder, a device or a pipe, which may have no end.
     """
-    try:
-        with open(path, "rb", opener=open_at_once) as stream:
-            found = os.fstat(stream.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise InputError(f"{what} {shown(str(path))} cannot be read: it is a device or a pipe; {cure}")
-            data = stream.read(limit + 1) if found.st_size <= limit else b""
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{what} {shown(str(path))} cannot be read: {reason}; {cure}") from error
-    if (size := max(found.st_size, len(data))) > limit:
+    with opened(path, what, cure, continued=continued) as stream:
+        found = os.fstat(stream.fileno()).st_size
+        data = stream.read(limit + 1) if found <= limit else b""
+    if (size := max(found, len(data))) > limit:
         raise InputError(f"{what} {shown(str(path))} cannot be read: it has {size:,} bytes, more than {limit:,}; {cure}")
-    if (inputs := _inputs.get()) is not None and not continued:
-        inputs[found.st_dev, found.st_ino] = str(path)
     return data
+
+
+@contextmanager
+def opened(path: str | Path, what: str, cure: str, *, continued: bool = False) -> Iterator[BinaryIO]:
+    """Open an ordinary file of any size to read it; the arguments are those of :func:`read_bytes`.
+
+    Raises:
+        InputError: it cannot be read, or is a folder, a device or a pipe, which may have no end.
+    """
+
+    def refused(reason: object) -> InputError:
+        return InputError(f"{what} {shown(str(path))} cannot be read: {reason}; {cure}")
+
+    try:
+        stream = open(path, "rb", opener=open_at_once)  # noqa: SIM115  (closed below)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise refused(getattr(error, "strerror", None) or error) from error
+    with stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise refused("it is a device or a pipe")
+        if (inputs := _inputs.get()) is not None and not continued:
+            inputs[found.st_dev, found.st_ino] = str(path)
+        try:
+            yield stream
+        except OSError as error:
+            raise refused(error.strerror or error) from error
 
 
 def read_text(path: str | Path, what: str, cure: str, limit: int = LARGEST_TEXT) -> str:

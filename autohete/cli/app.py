@@ -13,6 +13,7 @@ from typing import NoReturn, TextIO
 
 from cyclopts import App, CycloptsError
 
+from autohete.cli.calibrate import calibrate
 from autohete.cli.compare import compare
 from autohete.cli.examples import EXAMPLES
 from autohete.cli.family import largest
@@ -40,7 +41,7 @@ app = App(
     help_format="markdown",
     group_parameters=OTHERS,
 )
-for _command in (simulate, sweep, compare, train, profile, trace, plan, largest, presets, hardware, schema):
+for _command in (simulate, sweep, compare, train, profile, calibrate, trace, plan, largest, presets, hardware, schema):
     _name = _command.name[0] if isinstance(_command, App) else _command.__name__
     _epilogue = "Examples:\n\n" + "\n\n".join(f"`autohete {_name} {example}`" for example in EXAMPLES[_name])
     if isinstance(_command, App):

@@ -37,6 +37,11 @@ EXAMPLES = {
         "machine.json --gpu-memory 64MiB --quick",
         "machine.json --device cuda --drive /tmp --hidden 1024 --blocks 12",
     ),
+    "calibrate": (
+        "trace.json.gz --hardware h100-pcie5 --hardware-out my-node.toml",
+        "trace.json --model qwen3-0.6b --batch-size 4 --policy zero_offload --profile-out measured.json",
+        "report.sqlite --hardware rtx4090-workstation --step-name train_step --json",
+    ),
     "trace": (
         "my_model.py:build table.json",
         "t5:num_layers=6 t5.json --sequence-length 256",

@@ -15,6 +15,8 @@ _DATA_OUTPUTS = {
     "--out": "sweep.csv",
     "--json": "answer.json",
     "--html": "answer.html",
+    "--hardware-out": "my-node.toml",
+    "--profile-out": "measured.json",
     "OUT": "profile.json",
     "FILE": "hardware.toml",
 }

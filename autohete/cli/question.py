@@ -279,6 +279,11 @@ class Question:
         return analytic_profile(self.of_workload(), self._whole_hardware())
 
     @property
+    def names_workload(self) -> bool:
+        """Whether a model is named, or figures of one are given."""
+        return any(one is not None for one in (self.model, self.module, self.workload)) or bool(self.shape.changes())
+
+    @property
     def searches_batch(self) -> bool:
         """Whether nothing names a batch: neither an option, nor the paper's workloads, nor a profile."""
         return self.shape.batch_size is None and self.workload is None and self.profile is None

@@ -6,14 +6,14 @@ import json
 from typing import Any, Literal
 
 
-def schema(document: Literal["plan", "simulation", "profile", "trace", "training"], /) -> None:
+def schema(document: Literal["plan", "simulation", "profile", "calibration", "trace", "training"], /) -> None:
     """Print the JSON Schema of a document that AutoHete writes. Its title has the version of the document's form.
 
     Parameters
     ----------
     document:
-        plan: what `plan --json` prints; simulation: `simulate --json`; profile: the file of `profile`; trace: that of --trace;
-        training: `state.json` of a checkpoint.
+        plan: what `plan --json` prints; simulation: `simulate --json`; profile: the file of `profile`; calibration:
+        `calibrate --json`; trace: the file of --trace; training: `state.json` of a checkpoint.
     """
     print(json.dumps(document_schema(document), indent=2))
 
@@ -35,6 +35,10 @@ def document_schema(document: str) -> dict[str, Any]:
         from autohete.profile.profile_file import ProfileDocument
 
         return schema_of("autohete-profile 1", ProfileDocument)
+    if document == "calibration":
+        from autohete.calibrate.calibration import Calibration
+
+        return schema_of("autohete-calibration 1", Calibration)
     if document == "trace":
         from autohete.report.perfetto import TraceDocument
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from autohete.errors import InputError
 from autohete.hardware.document import WITHOUT, combine, find, preset_names, read_chain
 from autohete.hardware.pcie import DEFAULT
 from autohete.hardware.schema import HardwareFile, WrittenFigure, known_keys, read_hardware, written_figures
-from autohete.printable import shown
+from autohete.printable import printable, shown
 
 _HEAD = """\
 # This hardware has all figures of its base, except those given here. To give one, remove the "#" before its lines and fill in
@@ -26,13 +27,9 @@ def new_hardware_text(path: str, base: str) -> str:
     Raises:
         InputError: ``base`` is not valid, or its path cannot be written in a file.
     """
-    if not base.isprintable():
-        raise InputError(f"base {shown(base)} cannot be named in a file: give it a name of printable text")
     document, figures = read_hardware(base), {each.key: each for each in written_figures(base) if each.home != DEFAULT}
-    name = re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100]
     lines = [
-        f"base = {_toml(base if base in preset_names() else _relative(base, path))}",
-        f"name = {_toml(name)}",
+        *_based(path, base),
         f"title = {_toml(f'Based on {document.name}')}",
     ]
     figure_keys, model_keys = known_keys([*document.places] or ["nvme"])
@@ -44,6 +41,39 @@ def new_hardware_text(path: str, base: str) -> str:
     for key in figure_keys:
         lines += ["", *_figure(key, figures.get(key))]
     return _HEAD + "\n".join(lines) + "\n"
+
+
+def based_text(path: str, base: str, title: str, figures: Mapping[str, object]) -> str:
+    """Return the text of a hardware file at ``path`` with ``figures`` over those of ``base``.
+
+    Args:
+        path: where the file will be.
+        base: a preset's name or a file's path.
+        title: one line that describes the hardware.
+        figures: dotted key -> value, source, date and range, as a file has them; or a word.
+
+    Raises:
+        InputError: the path of ``base`` cannot be written in a file.
+    """
+    lines = [*_based(path, base), f"title = {_toml(printable(title)[:200])}"]
+    lines += [f"{key} = {_toml(word)}" for key, word in figures.items() if isinstance(word, str)]
+    for key, figure in figures.items():
+        if isinstance(figure, Mapping):
+            lines += ["", f"[{key}]", *(f"{part} = {json.dumps(value, ensure_ascii=False)}" for part, value in figure.items())]
+    return "\n".join(lines) + "\n"
+
+
+def hardware_name(path: str) -> str:
+    """Return a name for the hardware in a file at ``path``."""
+    return re.sub(r"[^\w.+-]", "-", Path(path).stem)[:100] or "hardware"
+
+
+def _based(path: str, base: str) -> list[str]:
+    """Return the lines that name the base and the hardware."""
+    if not base.isprintable():
+        raise InputError(f"base {shown(base)} cannot be named in a file: give it a name of printable text")
+    named = base if base in preset_names() else _relative(base, path)
+    return [f"base = {_toml(named)}", f"name = {_toml(hardware_name(path))}"]
 
 
 def _figure(key: str, figure: WrittenFigure | None) -> list[str]:

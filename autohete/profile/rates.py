@@ -13,9 +13,23 @@ from autohete.workload.optimizers import newton_schulz, orthogonalised, state_by
 _GEMM_INNER_HALF = 256
 #: Share of that rate in the small products of linear attention, of chunks of 64 tokens, and in triangular solves. Assumed.
 CHUNKED_SHARE = 0.65
+#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
+ATTENTION_BACKWARD = 2.5
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
+
+
+def small_product_factors(
+    rows: float, columns: float, inner: float, batch: float, multiprocessors: int | None
+) -> tuple[float, float]:
+    """How much longer a product takes than at the rate of a large one: by uneven waves of tiles, and by filling pipelines."""
+    uneven = 1.0
+    if multiprocessors is not None:
+        # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
+        waves = batch * rows * columns / _TILE**2 / multiprocessors
+        uneven = (waves + _WAVES_HALF) / waves
+    return uneven, (inner + _GEMM_INNER_HALF) / inner
 
 
 class Rates:
@@ -42,16 +56,11 @@ class Rates:
         it waits for memory; so the product takes at most as long as both after each other, which bounds those of small inner
         size, such as adapters.
         """
-        shape = 1.0
-        if self.multiprocessors is not None:
-            # Fractions of tiles: with whole tiles, 129 rows would be faster than 128, as more tiles share a wave's loss.
-            waves = batch * rows * columns / _TILE**2 / self.multiprocessors
-            shape *= (waves + _WAVES_HALF) / waves
-        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * shape
+        waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
+        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * waves
         operand = 1 if fp8 else self.element
         traffic = batch * (operand * (rows * inner + inner * columns) + self.element * rows * columns) / self.bandwidth
-        filled = arithmetic * (inner + _GEMM_INNER_HALF) / inner
-        return max(traffic, min(filled, arithmetic + traffic))
+        return max(traffic, min(arithmetic * filling, arithmetic + traffic))
 
     def _split_gemm_seconds(self, rows: float, columns: float, inner: float) -> float:
         """The same where few tiles sum over much: the sum is split, so that all multiprocessors take part (CUTLASS, "Efficient

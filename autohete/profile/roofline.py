@@ -30,16 +30,13 @@ from autohete.profile.kernels.decoders import (
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules
-from autohete.profile.rates import CHUNKED_SHARE, Rates
+from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
 from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import LAST
-
-#: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
-_ATTENTION_BACKWARD = 2.5
 
 #: Transformer Engine casts weights in each forward, and keeps the result and its transpose for backward; of inputs it keeps
 #: the transpose (2.x, ``pytorch/module/linear.py``: ``get_weight_workspace``, without a cache unless ``is_first_microbatch`` is
@@ -102,10 +99,10 @@ class _Roofline(Rates):
         flops = w.tokens * component.flash_flops(w.attended_tokens)
         if not isinstance(component, (Attention, LatentAttention)):
             seconds = flops / (self.flops * CHUNKED_SHARE)
-            return seconds, _ATTENTION_BACKWARD * seconds
+            return seconds, ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
-        backward = self._attention_seconds(_ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
+        backward = self._attention_seconds(ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
         return self._attention_seconds(flops, sizes, keys, backward=False), backward
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:

@@ -92,6 +92,7 @@ def test_what_is_refused_is_right_but_for_one_value(folder: Path) -> None:
         (hostile.Option(("plan",), "--schedule", str), "/dev/null"),
         (hostile.Option(("plan",), "--batch-size", int), "1"),
         (hostile.Option(("compare",), "1", str), "trace.json"),
+        (hostile.Option(("calibrate",), "--step-name", str), "ProfilerStep"),
         (hostile.Option(("hardware", "check"), "0", str), "input.toml"),
     ):
         line = [
@@ -159,6 +160,20 @@ def test_a_hostile_trace_is_refused(folder: Path, data: st.DataObject) -> None:
     """Any entry of a trace with another type."""
     document: Any = json.loads((folder / "trace.json").read_text())
     _check_file_refused(folder, "x.json", data.draw(hostile.trace_files(document)), "compare", "x.json", "trace.json")
+
+
+@settings(max_examples=32, phases=PHASES)
+@given(st.data())
+def test_a_hostile_recording_is_answered(folder: Path, data: st.DataObject) -> None:
+    """Any entry of a profiler's trace with another type: it is refused in one line, or not needed."""
+    document: Any = json.loads((folder / "recording.json").read_text())
+    (folder / "x.json").write_text(data.draw(hostile.recordings(document)))
+    with _soon():
+        done = autohete("calibrate", "x.json", "--hardware", hostile.NODE, *SMALL, cwd=folder)
+    (folder / "x.json").unlink()
+    assert done.returncode in (0, 2), done.stderr
+    assert done.stderr.count("\n") == (done.returncode == 2)
+    assert all(line.isprintable() for line in (done.stdout + done.stderr).splitlines())
 
 
 @settings(max_examples=32, phases=PHASES)

@@ -24,7 +24,7 @@ from autohete.simulate.largest import GrowingFigure
 from autohete.train.checkpoints import Checkpoint
 from autohete.workload import Workload
 
-KINDS = ("plan", "simulation", "profile", "trace", "training")
+KINDS = ("plan", "simulation", "profile", "calibration", "trace", "training")
 GOLDEN = Path(__file__).parents[1] / "golden" / "schemas.json"
 
 

@@ -36,7 +36,7 @@ PUBLISHED = ROOT / "paper_figs" / "published.csv"
 #: What a reader follows step by step: everything in their code blocks is looked at.
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 #: Of these, the ones that are run as a whole: files that they show, commands and what these print, in one folder.
-WHOLE = [TUTORIALS / "first_answer.md", TUTORIALS / "own_hardware.md", TUTORIALS / "write_a_policy.md"]
+WHOLE = [*(TUTORIALS / f"{page}.md" for page in ("first_answer", "own_hardware", "write_a_policy")), HOW_TO / "calibrate.md"]
 #: These name files and targets, too.
 DOCUMENTS = [*PAGES, BENCHMARKS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
@@ -51,7 +51,7 @@ PRINTS = {
     HOW_TO / "optimizers.md": [r"loss \d\.\d\d, then \d\.\d\d\n"],
 }
 #: What the Python files of the pages that are run as a whole print.
-FILES_PRINT = {"my_policy.py": r"", "train.py": r"plan \S+ \S+ \S+ of 6, loss \d\.\d\d\n"}
+FILES_PRINT = {"my_policy.py": r"", "record.py": r"", "train.py": r"plan \S+ \S+ \S+ of 6, loss \d\.\d\d\n"}
 
 
 def name(page: Path) -> str:
@@ -94,7 +94,7 @@ def written(file: str) -> list[dict[str, str]]:
 
 def run(*command: str, cwd: Path, path: str = str(ROOT)) -> str:
     """The output of a command that must succeed without a warning."""
-    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "100"}
+    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "100", "KINETO_LOG_LEVEL": "6"}  # PyTorch's profiler logs less
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, timeout=300)
     assert done.returncode == 0, (command, done.stderr)
     assert done.stderr == "", command

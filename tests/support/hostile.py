@@ -23,6 +23,7 @@ from autohete.profile.profile_file import write_profile
 from autohete.workload import Workload
 from autohete.workload.config import model_names
 from autohete.workload.families import FAMILIES
+from support.kineto import known_trace
 
 NODE = "rtx4090-workstation"
 ESCAPE = "\x1b[31mred"
@@ -98,8 +99,9 @@ _WRITTEN = {
     **dict.fromkeys(("--trace", "--predicted-trace"), ".json"),
     **dict.fromkeys(("--gantt", "--memory", "--plot"), ".png"),
     **{"--out": ".csv", "--schedule": ".txt", "--html": ".html", "--json": ".json"},
+    **{"--hardware-out": ".toml", "--profile-out": ".json"},
 }
-_NAMES = ("--workload", "--lora-targets", "--tokenizer", "--family")
+_NAMES = ("--step-name", "--workload", "--lora-targets", "--tokenizer", "--family")
 _QUANTITIES = (
     "--gpu-memory",
     "--host-memory",
@@ -109,7 +111,7 @@ _QUANTITIES = (
     "--iteration-tokens",
     "--timeout",
 )
-_ARGUMENTS = {("compare",): ".json", ("hardware", "show"): ".toml", ("hardware", "check"): ".toml"}
+_ARGUMENTS = {("compare",): ".json", ("calibrate",): ".json", ("hardware", "show"): ".toml", ("hardware", "check"): ".toml"}
 _WRITTEN_ARGUMENTS = ((("profile",), "0"), (("trace",), "1"))
 #: Folders that a training fills, and a cluster, which is waited for.
 _NOT_TRIED = ("--save", "--drive", "--cluster")
@@ -135,7 +137,7 @@ def values(option: Option) -> st.SearchStrategy[str] | None:
         )
     if suffix := _WRITTEN.get(name) or (".json" if (command, name) in _WRITTEN_ARGUMENTS else None):
         files = [
-            file for file in _UNWRITABLE if file != "input" or command not in (("profile",), ("trace",))
+            file for file in _UNWRITABLE if file != "input" or command not in (("profile",), ("trace",), ("calibrate",))
         ]  # which do not read it
         return st.sampled_from([*(f"{file}{suffix}" for file in files), ""])
     if command == ("hardware", "new"):
@@ -181,6 +183,7 @@ def command_line(option: Option, value: str) -> list[str]:
     others: dict[tuple[str, ...], dict[str, str]] = {
         ("largest",): {"--family": "gpt2", "--policy": "resident"},
         ("simulate",): question | {"--policy": "resident"},
+        ("calibrate",): question | {"--policy": "resident"},
         ("sweep",): question | {"--policy": "resident", "--out": "out.csv", "--jobs": "1"},
         ("plan",): question | ({} if name in (*whole, "--from", "--runnable") else {"--policy": "resident"}),
         ("train",): _TEXT,
@@ -188,6 +191,7 @@ def command_line(option: Option, value: str) -> list[str]:
     }
     given = others.get(command, {}) | {name: value}
     arguments = {("compare",): ["input.json", "input.json"], ("profile",): ["out.json"], ("hardware", "new"): ["new.toml"]}
+    arguments[("calibrate",)] = ["recording.json"]
     arguments[("trace",)] = ["gpt2:n_layer=1", "out.json"]
     return [*command, *arguments.get(command, []), *(f"{key}={text}" for key, text in given.items())]
 
@@ -222,6 +226,7 @@ def make_files(folder: Path) -> None:
     for suffix in (".png", ".csv", ".html", ".txt"):
         os.link(folder / "input.json", folder / f"input{suffix}")
     (folder / "input.toml").write_text(f'base = "{NODE}"\n')
+    known_trace(3e14, 1.5e12).write(folder / "recording.json")
     (folder / "hostile_module.py").write_text("raise SystemExit('imported')")
 
 
@@ -331,6 +336,18 @@ def trace_files(draw: st.DrawFn, document: Any) -> str:
     value = draw(
         st.sampled_from([{"a": 1}, [[1]], ESCAPE, 10**40, float("nan"), -1.5, None, "lane \x1b fifo", "task F0 gpu 9"])
     )
+    return json.dumps(_changed(document, path, value))
+
+
+@st.composite
+def recordings(draw: st.DrawFn, document: Any) -> str:
+    """A recording with an entry of another type."""
+    events = document["traceEvents"]
+    number = draw(st.integers(0, len(events) - 1))
+    keys = [*(("args", key) for key in events[number]["args"]), *((key,) for key in events[number])]
+    path = ("traceEvents", number, *draw(st.sampled_from(keys)))
+    numbers = (10**40, float("nan"), float("inf"), -1.5)
+    value = draw(st.sampled_from([{"a": 1}, [[1]], ESCAPE, *numbers, None, True, "9" * 5000, []]))
     return json.dumps(_changed(document, path, value))
 
 
