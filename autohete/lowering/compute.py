@@ -135,7 +135,7 @@ class Compute:
                 self._builder.read(task, Value.ACTIVATIONS, unit, part=part)
         else:
             duration = durations.forward if recomputation.hands_on else durations.recompute
-            self._pass(task, duration(unit, self._plan.hooks.forward + self._plan.hooks.recomputation))
+            self._pass(task, duration(unit, self._plan.hooks.forward, self._plan.hooks.recomputation))
         # Its output is not needed again, except within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.units[unit + 1].input_bytes)
         if recomputation.hands_on:

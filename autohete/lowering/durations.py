@@ -19,32 +19,34 @@ _kept = lru_cache(maxsize=2**12)
 _COEFFICIENT_KERNELS = 5
 
 
-def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: float) -> float:
-    """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module: the
-    GPU waits only for what the host needs longer than it.
+def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: float, more: float = 0.0) -> float:
+    """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module, and
+    ``more`` of them: the GPU waits only for what the host needs longer than it. A measured unit, whose modules are not counted,
+    has both in its times.
     """
-    hooks_seconds = hooks * profile.units[unit].modules * profile.hardware.cpu.launch_seconds
-    return max(seconds, min(host_seconds, seconds) + hooks_seconds)
+    modules = profile.units[unit].modules
+    operations = hooks * modules + more * (modules > 0)
+    return max(seconds, min(host_seconds, seconds) + operations * profile.hardware.cpu.launch_seconds)
 
 
 @_kept
-def forward(unit: int, hooks: float = 0.0) -> Duration:
+def forward(unit: int, hooks: float = 0.0, more: float = 0.0) -> Duration:
     """A forward of ``unit``, or a recomputation that makes its output."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.forward_seconds, costs.forward_host_seconds, hooks)
+        return _hooked(profile, unit, costs.forward_seconds, costs.forward_host_seconds, hooks, more)
 
     return seconds
 
 
 @_kept
-def recompute(unit: int, hooks: float = 0.0) -> Duration:
+def recompute(unit: int, hooks: float = 0.0, more: float = 0.0) -> Duration:
     """A recomputation of ``unit`` whose output is not needed."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.recompute_seconds, costs.forward_host_seconds, hooks)
+        return _hooked(profile, unit, costs.recompute_seconds, costs.forward_host_seconds, hooks, more)
 
     return seconds
 

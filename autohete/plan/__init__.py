@@ -168,7 +168,7 @@ class Hooks:
     Args:
         forward: in a forward or a recomputation.
         backward: in a backward.
-        recomputation: in a recomputation, besides those of a forward.
+        recomputation: in a recomputation, besides those of a forward, whatever the number of modules.
     """
 
     forward: float = 0.0

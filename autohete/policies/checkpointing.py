@@ -13,9 +13,9 @@ from autohete.plan.policy import Judge, Verdict, better
 from autohete.profile import Profile
 from autohete.workload import Kernels
 
-#: Operations of the host that ``torch.utils.checkpoint``, reentrant, adds to a recomputation, for each module of a block of
-#: transformers. Not reentrant, it adds 7 to the forward and 14 to the recomputation (benchmarks/host_time.py).
-_CHECKPOINT_OPERATIONS = 4.6
+#: Operations of the host that ``torch.utils.checkpoint``, reentrant, adds to the recomputation of a block of transformers.
+#: Not reentrant, it adds 90 to 140 to the forward and 170 to 280 to the recomputation (benchmarks/host_time.py).
+_CHECKPOINT_OPERATIONS = 60
 
 
 class Checkpointing(StrEnum):

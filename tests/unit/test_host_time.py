@@ -35,11 +35,11 @@ def with_launch(node: Hardware, seconds: float) -> Hardware:
 def passes(profile: Profile, hooks: Hooks = NO_HOOKS) -> list[float]:
     """What every pass of every unit takes."""
     kinds = (
-        (durations.forward, hooks.forward),
-        (durations.recompute, hooks.forward + hooks.recomputation),
-        (durations.backward, hooks.backward),
+        (durations.forward, (hooks.forward,)),
+        (durations.recompute, (hooks.forward, hooks.recomputation)),
+        (durations.backward, (hooks.backward,)),
     )
-    return [kind(unit, more)(profile) for unit in range(len(profile.units)) for kind, more in kinds]
+    return [kind(unit, *counts)(profile) for unit in range(len(profile.units)) for kind, counts in kinds]
 
 
 @given(strategies.workloads(), strategies.hardware(), st.floats(0, 1e-4), st.floats(1, 10))
