@@ -162,8 +162,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_number
     Args:
         simulation: by the simulator, or an execution.
         policy: whose plan it is; None: one without flags that are known.
-        only_numbers: leave out the assumptions, what lanes do over time and what is reserved, which take as long to find as
-            all the rest.
+        only_numbers: leave out the assumptions, and what lanes do over time, which take as long to find as all the rest.
     """
     s = simulation
     fits = s.verdict is Verdict.OK
@@ -200,7 +199,7 @@ def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_number
         tflops_per_gpu=s.tflops_per_gpu if fits else None,
         gpu_peak_bytes=s.gpu.peak_bytes,
         host_peak_bytes=s.host.peak_bytes,
-        gpu_reserved_bytes=s.gpu.reserved_bytes if fits and not only_numbers else None,
+        gpu_reserved_bytes=s.gpu.reserved_bytes if fits else None,
         gpu_capacity_bytes=s.gpu.capacity_bytes,
         host_capacity_bytes=s.host.capacity_bytes,
         gpu_worst_bytes=timing.gpu.peak_bytes if timing else None,
