@@ -207,7 +207,7 @@ def test_readings_widen_an_interval() -> None:
     """A reading counts if it trains the same models; for AutoHete without priority only the same implementation does."""
     script = fig_throughput_multi_gpu
     cells = script.grid(["gpt-2b", "gpt-4b"], [2], (*script.POLICIES, *chain(*script.READINGS.values())))
-    rates = {"autohete": 200.0, "autohete:fp32_upload": 220.0, "autohete:priority=off": 160.0, script.SAME_PLAN: 100.0}
+    rates = {"autohete": 200.0, "autohete:fp32_upload": 220.0, "autohete:priority=off": 160.0, fig_ablation.SAME_PLAN: 100.0}
     rates |= {"zero_offload:deepspeed=0.4.3": 125.0, "zero_offload:checkpointing=full": 1.0}
     fewer = "zero_offload:checkpointing=full", "autohete:replicated"
 
