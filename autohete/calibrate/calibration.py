@@ -23,7 +23,7 @@ from autohete.profile import Profile
 from autohete.profile.roofline import analytic_profile
 from autohete.quantities import format_bytes
 from autohete.simulate import simulate_policy
-from autohete.workload import Workload
+from autohete.workload import Kernels, Workload
 
 #: GPUs whose memories differ by more are not the same.
 _ANOTHER_GPU = 0.05
@@ -88,7 +88,8 @@ def calibrate(
         InfeasibleError: the policy finds no plan for it.
     """
     recorded, remarks, base = phased.recorded, list(phased.remarks), site.hardware()
-    figures = [figure for figure in hardware_figures(phased, base) if figure.key not in site.given]
+    kernels = Kernels.EAGER_FLASH if workload is None else workload.kernels
+    figures = [figure for figure in hardware_figures(phased, base, kernels) if figure.key not in site.given]
     if recorded.memory_bytes and abs(recorded.memory_bytes / base.gpu.memory_bytes - 1) > _ANOTHER_GPU:
         sizes = format_bytes(recorded.memory_bytes), format_bytes(base.gpu.memory_bytes)
         remarks.append(

@@ -22,7 +22,9 @@ from autohete.calibrate.recorded import GpuWork, RecordedRun, Work
 from autohete.calibrate.recorded_steps import Intervals, Phase, Phased
 from autohete.hardware import Gpu, Hardware
 from autohete.printable import printable
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Implementation
 from autohete.profile.rates import small_product_factors
+from autohete.workload import Kernels
 
 #: Ends of a range, in percent of the samples.
 _LOW, _HIGH = 5, 95
@@ -93,8 +95,14 @@ def _figure(
     return [MeasuredFigure(key, value, min(low, value), max(high, value), unit, f"{len(samples):,} {what}", before)]
 
 
-def hardware_figures(phased: Phased, hardware: Hardware) -> list[MeasuredFigure]:
-    """Return the figures that a recording shows, for a file based on ``hardware``; none that has too few samples."""
+def hardware_figures(phased: Phased, hardware: Hardware, kernels: Kernels = Kernels.EAGER_FLASH) -> list[MeasuredFigure]:
+    """Return the figures that a recording shows, for a file based on ``hardware``; none that has too few samples.
+
+    Args:
+        phased: the recording.
+        hardware: has what the recording does not show.
+        kernels: what was trained with, which says how many operations the host does for each launch.
+    """
     recorded, gpu = phased.recorded, hardware.gpu
     found: list[MeasuredFigure] = []
     for key, size, before in (
@@ -113,7 +121,9 @@ def hardware_figures(phased: Phased, hardware: Hardware) -> list[MeasuredFigure]
         "gaps between kernels of a full stream",
         gpu.kernel_overhead_seconds,
     )
-    found += _figure("cpu.launch", _launches(phased), "s", "launches that found no queue", hardware.cpu.launch_seconds)
+    operations = _operations(IMPLEMENTATIONS[kernels])
+    launches = [seconds / operations.get(part, 1.0) for seconds, part in _launches(phased)]
+    found += _figure("cpu.launch", launches, "s", "passes in which the GPU waited for launches", hardware.cpu.launch_seconds)
     rates = OperatorRates(recorded, replace(gpu, multiprocessors=recorded.multiprocessors or gpu.multiprocessors))
     found += rates.products() + rates.elementwise()
     found += _collectives(recorded.work, hardware)
@@ -174,7 +184,12 @@ def _kernel_gaps(work: Sequence[GpuWork]) -> list[float]:
     return [gap for gap in gaps if _SHORTEST_GAP_SECONDS < gap < _LONGEST_GAP_SECONDS]
 
 
-def _launches(phased: Phased) -> list[float]:
+def _operations(implementation: Implementation) -> dict[Phase, float]:
+    """Operations of the host for each launch in a pass."""
+    return {Phase.FORWARD: implementation.host_forward, Phase.BACKWARD: implementation.host_backward}
+
+
+def _launches(phased: Phased) -> list[tuple[float, Phase]]:
     """For each pass of each step, the host's mean time from launch to launch while the GPU waited for it. What took longer than
     95 % of these is work of the host's own, such as loading data.
     """
@@ -193,9 +208,10 @@ def _launches(phased: Phased) -> list[float]:
             key = bisect_right(starts, after[0]), after[2]
             found.setdefault(key, []).append(after[0] - before[0] - float(wait))
     means = []
-    for some in found.values():
-        limit = float(np.percentile(some, _HIGH))
-        means += [float(np.mean([one for one in some if one <= limit]))] if len(some) >= 4 * _FEWEST else []
+    for (_, part), some in found.items():
+        if len(some) >= 4 * _FEWEST:
+            limit = float(np.percentile(some, _HIGH))
+            means.append((float(np.mean([one for one in some if one <= limit])), part))
     return means
 
 
