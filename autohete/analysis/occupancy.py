@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,16 @@ from autohete.execution.trace import Nanoseconds, Trace
 from autohete.schedule import Discipline, Schedule
 from autohete.schedule.order import order, topological
 
-if TYPE_CHECKING:
-    from autohete.analysis.allocator import ReservedMemory
-
 #: After every instant.
 _NEVER = int(np.iinfo(np.int64).max)
+
+
+class ReservedPeak(Protocol):
+    """What an allocator takes from a memory; see :class:`autohete.analysis.allocator.ReservedMemory`."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is taken at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +54,7 @@ class Occupancy:
     peak_ns: int
     holders: dict[str, int]
     task: str
-    reservation: ReservedMemory | None = None
+    reservation: ReservedPeak | None = None
 
     @property
     def reserved_bytes(self) -> int:

@@ -37,7 +37,7 @@ def read_recorded(path: str, *, device: bool = False) -> RecordedRun:
         stream.seek(0)
         if head == MAGIC:
             if device:
-                raise InputError(f"{shown(name)} is an export of nsys, without operators of the CPU: leave out --device cpu")
+                raise InputError(f"{shown(name)} is an export of nsys, without operators of the CPU: choose the GPU as device")
             recorded = read_nsys(path, name, day)
         else:
             try:
@@ -50,8 +50,8 @@ def read_recorded(path: str, *, device: bool = False) -> RecordedRun:
                 raise InputError(f"trace {shown(name)} is damaged ({error}): copy it again; {_CURE}") from error
     if not recorded.work:
         raise InputError(
-            f"nothing in {shown(name)} ran on a GPU: record it with ProfilerActivity.CUDA (torch.profiler) or --trace=cuda "
-            "(nsys); if the CPU is the device of this training, give --device cpu"
+            f"nothing in {shown(name)} ran on a GPU: record it with ProfilerActivity.CUDA (torch.profiler), or let nsys trace "
+            "cuda; if the CPU is the device of this training, give cpu as device"
             if not device
             else f"{shown(name)} has no operators of the CPU: record it with ProfilerActivity.CPU"
         )

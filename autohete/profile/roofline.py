@@ -126,11 +126,13 @@ class _Roofline(Rates):
         return forward, backward + gradients / self.bandwidth + self.overhead
 
     def _head_seconds(self, *, trained: bool) -> tuple[float, float]:
-        """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks."""
+        """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks. Each
+        chunk adds to the gradient of the matrix (``addmm`` in Liger Kernel's ``ops/fused_linear_cross_entropy.py``).
+        """
         w = self.workload
         rows, columns, inner = w.loss_tokens, w.vocabulary_size, w.hidden_size
         forward, backward = self._gemm_seconds(rows, columns, inner), self._split_gemm_seconds(rows, inner, columns)
-        backward += self._gemm_seconds(inner, columns, rows) * trained
+        backward += self._gemm_seconds(inner, columns, rows, adds=rows < w.tokens) * trained
         return w.tokens / rows * forward, w.tokens / rows * backward
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:

@@ -337,7 +337,7 @@ def test_a_training_on_the_cpu_is_read(tmp_path: Path) -> None:
             model(torch.randn(512, 256)).square().mean().backward()
             optimizer.step()
             recorder.step()
-    assert "--device cpu" in refused("calibrate", str(path))
+    assert "give cpu as device" in refused("calibrate", str(path))
     answer = found(str(path), "--device", "cpu")
     parts = {one["part"]: one["measured"] for one in answer["parts"]}
     assert answer["steps"] == 3

@@ -277,7 +277,7 @@ def test_a_plan_answers_the_same_question_as_a_simulation() -> None:
         None,
     )
     assert planned == simulated
-    assert rules == ["ByPriority()"]
+    assert rules == ["Slots(kind=G, count=2)", "ByPriority()"]
     assert planned["verdict"] == "ok"
     assert [run["first_block"] for run in decisions] == [0, *(run["last_block"] + 1 for run in decisions[:-1])]
     assert decisions[-1]["last_block"] + 1 == planned["plan"]["units"] == 6

@@ -57,7 +57,7 @@ def test_figures_with_a_range_are_moved_to_its_ends() -> None:
     """Without keys every figure with a range that was not set and concerns one GPU is moved; one set, or without, by 10 %."""
     found = {move.key: move for move in shifts(QUESTION, [])}
     assert list(found) == [one.key for one in figures_of(QUESTION.hardware) if one.key != "links.h2d.bandwidth"]
-    assert found["gpu.kernel_overhead"] == Shift("gpu.kernel_overhead", "4us", ("2us", "8us"))
+    assert found["gpu.kernel_overhead"] == Shift("gpu.kernel_overhead", "2us", ("0.6us", "4us"))
     asked = [parse_over(key, bare=True) for key in ("links.h2d.bandwidth", "gpu.multiprocessors", "batch-size")]
     assert [(move.base, move.values) for move in shifts(QUESTION, asked)] == [
         ("10GB/s", ("9GB/s", "11GB/s")),
