@@ -259,7 +259,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         (json.dumps(bad), "ts is [1]"),
         (whole.replace("1000000000.0", "1e400"), "a number of at least 0 belongs there"),
         (whole.replace('"device": 0', '"device": {}'), "device is {}"),
-        (whole.replace('"cat": "kernel"', '"cat": "other"'), "--device cpu"),
+        (whole.replace('"cat": "kernel"', '"cat": "other"'), "cpu as device"),
     ):
         file.write_text(content)
         assert said in refused("calibrate", str(file)), content[:40]
