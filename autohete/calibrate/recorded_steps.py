@@ -193,7 +193,7 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
     if name is not None:
         names = sorted({re.sub(r"\d+$", "", one.name) for one in recorded.ranges if not one.name.startswith(NODE)})
         listed = ", ".join(map(shown, names[:8])) or "no ranges at all"
-        raise InputError(f"no range of {shown(recorded.name)} begins with {shown(name)}: the name of a step can be one of {listed}")
+        raise InputError(f"no range of {shown(recorded.name)} begins with {shown(name)}: steps can be called {listed}")
     first = min(min(one.start for one in recorded.work), min((one.start for one in recorded.ranges), default=np.inf))
     last = max(one.end for one in recorded.work)
     remark = (

@@ -54,9 +54,9 @@ class Rates:
         self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False, adds: bool = False
     ) -> float:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
-        fp8 the operands have one byte each; the result has not. One that ``adds`` to a sum reads that as well. While a tile's pipeline fills, and while its result is written,
-        it waits for memory; so the product takes at most as long as both after each other, which bounds those of small inner
-        size, such as adapters.
+        fp8 the operands have one byte each; the result has not. One that ``adds`` to a sum reads that as well. While a tile's
+        pipeline fills, and while its result is written, it waits for memory; so the product takes at most as long as both after
+        each other, which bounds those of small inner size, such as adapters.
         """
         waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
         arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * waves
