@@ -74,9 +74,9 @@ def test_a_short_pass_takes_what_its_hooks_and_operations_take() -> None:
     costs = analytic_profile(SHORT, A100).units[1]
     launch = A100.cpu.launch_seconds
     assert (costs.modules, costs.tensors) == (13, 9)
-    assert costs.forward_seconds == pytest.approx(38 * 3.6 * launch)
+    assert costs.forward_seconds == pytest.approx(38 * 3.2 * launch)
     hooked = durations.forward(1, (30, 20))(analytic_profile(SHORT, A100))
-    assert hooked == pytest.approx((38 * 3.6 + 13 * 30 + 9 * 20) * launch)
+    assert hooked == pytest.approx((38 * 3.2 + 13 * 30 + 9 * 20) * launch)
 
 
 def test_adapters_cost_the_host_as_much_as_the_model() -> None:
