@@ -90,8 +90,35 @@ def units(forward: Callable[[], Any], backward: Callable[[Any], object]) -> tupl
     return least[0] / unit, least[1] / unit
 
 
+class Chain(nn.Module):
+    """Blocks of so many linear layers and modules without parameters."""
+
+    def __init__(self, linear: int, identities: int, bias: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(linear * BLOCKS)]
+        self.layers = nn.Sequential(*layers, *(nn.Identity() for _ in range(identities * BLOCKS)))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        """Return the output as transformers does."""
+        outputs = import_module("transformers.modeling_outputs")
+        return outputs.CausalLMOutput(logits=self.layers(self.embedding(input_ids)))
+
+
+#: Linear layers of a block, modules without parameters, and whether the former have a bias.
+CHAINS = {
+    "4 linear layers": (4, 0, False),
+    "12 linear layers": (12, 0, False),
+    "4 linear layers, 8 identities": (4, 8, False),
+    "4 linear layers with bias": (4, 0, True),
+    "12 linear layers with bias": (12, 0, True),
+}
+
+
 def model(name: str) -> nn.Module:
-    """Blocks of transformers."""
+    """Blocks of transformers, or a chain."""
+    if name in CHAINS:
+        return Chain(*CHAINS[name]).bfloat16()
     transformers = import_module("transformers")
     sizes: dict[str, Any] = {
         "Llama": {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -128,12 +155,17 @@ def plain(name: str) -> Any:
     return counted(model(name), torch.Tensor.backward)
 
 
-def adapted(name: str) -> Any:
+def with_adapters(name: str) -> Any:
     """A frozen model with adapters on all products."""
     peft = import_module("peft")
     made = peft.get_peft_model(model(name), peft.LoraConfig(r=4, target_modules="all-linear"))
     made.enable_input_require_grads()
-    return counted(made, torch.Tensor.backward)
+    return made
+
+
+def adapted(name: str) -> Any:
+    """A model with adapters."""
+    return counted(with_adapters(name), torch.Tensor.backward)
 
 
 def recomputed(name: str, *, reentrant: bool = False) -> Any:
@@ -144,12 +176,12 @@ def recomputed(name: str, *, reentrant: bool = False) -> Any:
     return counted(made, torch.Tensor.backward)
 
 
-def zero(name: str, stage: int) -> Any:
+def zero(name: str, stage: int, made: Callable[[str], Any] = model) -> Any:
     """A model under DeepSpeed, without the counting for each gradient that only 0.18.5 and 0.18.6 do (pull 7886)."""
     deepspeed = import_module("deepspeed")
     for file in ("stage3", "stage_1_and_2"):
         vars(import_module(f"deepspeed.runtime.zero.{file}"))["count_used_parameters_in_backward"] = len
-    made = model(name)
+    module = made(name)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -157,7 +189,8 @@ def zero(name: str, stage: int) -> Any:
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "zero_allow_untested_optimizer": True,
     }
-    engine = deepspeed.initialize(model=made, config=config, model_parameters=made.parameters())[0]
+    trained = [one for one in module.parameters() if one.requires_grad]
+    engine = deepspeed.initialize(model=module, config=config, model_parameters=trained)[0]
     return counted(engine, engine.backward)
 
 
@@ -188,8 +221,9 @@ def main() -> None:
         f"PyTorch {torch.__version__}, one CPU thread, an operation of {unit_seconds() * 1e6:.1f} us",
         ["", "modules", "kernels forward", "backward", "operations forward", "backward"],
     )
-    for name in sys.argv[1:] or ("Llama", "Qwen3", "GPT2"):
-        modules = sum(1 for _ in next(m for m in model(name).modules() if isinstance(m, nn.ModuleList))[0].modules())
+    for name in sys.argv[1:] or ("Llama", "Qwen3", "GPT2", *CHAINS):
+        lists = [one for one in model(name).modules() if isinstance(one, nn.ModuleList)]
+        modules = sum(1 for _ in lists[0][0].modules()) if lists else sum(CHAINS[name][:2])
         measures: dict[str, Callable[[str], Any]] = {
             name: plain,
             f"{name}, recomputed": recomputed,
@@ -197,9 +231,12 @@ def main() -> None:
             f"{name}, PEFT": adapted,
             f"{name}, ZeRO-2": lambda name: zero(name, 2),
             f"{name}, ZeRO-3": lambda name: zero(name, 3),
+            f"{name}, PEFT, ZeRO-3": lambda name: zero(name, 3, with_adapters),
             f"{name}, FSDP1": lambda name: sharded(name, 1),
             f"{name}, FSDP2": lambda name: sharded(name, 2),
         }
+        if name in CHAINS:
+            measures = {label: measure for label, measure in measures.items() if label in (name, f"{name}, ZeRO-3")}
         for label, measure in measures.items():
             try:
                 kernels, operations = measure(name)

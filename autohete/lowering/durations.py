@@ -12,6 +12,9 @@ from functools import lru_cache
 from autohete.profile import Profile
 
 Duration = Callable[[Profile], float]
+#: Operations of hooks: for each module, and for each parameter tensor.
+Counts = tuple[float, float]
+_NONE: Counts = (0.0, 0.0)
 
 #: Keeps so many functions of a kind.
 _kept = lru_cache(maxsize=2**12)
@@ -19,18 +22,18 @@ _kept = lru_cache(maxsize=2**12)
 _COEFFICIENT_KERNELS = 5
 
 
-def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: float, more: float = 0.0) -> float:
-    """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module, and
-    ``more`` of them: the GPU waits only for what the host needs longer than it. A measured unit, whose modules are not counted,
-    has both in its times.
+def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: Counts, more: float = 0.0) -> float:
+    """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module and
+    each parameter tensor, and ``more`` of them: the GPU waits only for what the host needs longer than it. A measured unit,
+    whose modules are not counted, has both in its times.
     """
-    modules = profile.units[unit].modules
-    operations = hooks * modules + more * (modules > 0)
+    costs = profile.units[unit]
+    operations = hooks[0] * costs.modules + hooks[1] * costs.tensors + more * (costs.modules > 0)
     return max(seconds, min(host_seconds, seconds) + operations * profile.hardware.cpu.launch_seconds)
 
 
 @_kept
-def forward(unit: int, hooks: float = 0.0, more: float = 0.0) -> Duration:
+def forward(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
     """A forward of ``unit``, or a recomputation that makes its output."""
 
     def seconds(profile: Profile) -> float:
@@ -41,7 +44,7 @@ def forward(unit: int, hooks: float = 0.0, more: float = 0.0) -> Duration:
 
 
 @_kept
-def recompute(unit: int, hooks: float = 0.0, more: float = 0.0) -> Duration:
+def recompute(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
     """A recomputation of ``unit`` whose output is not needed."""
 
     def seconds(profile: Profile) -> float:
@@ -58,7 +61,7 @@ def selective(unit: int, names: frozenset[str]) -> Duration:
 
 
 @_kept
-def backward(unit: int, hooks: float = 0.0) -> Duration:
+def backward(unit: int, hooks: Counts = _NONE) -> Duration:
     """A backward of ``unit``."""
 
     def seconds(profile: Profile) -> float:

@@ -162,8 +162,8 @@ class FlatBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a system's hooks cost the host in every pass of a unit, in operations (``cpu.launch``) for each of its modules. The
-    GPU waits only if the host cannot run ahead of it.
+    """What a system's hooks cost the host in every pass of a unit, in operations (``cpu.launch``): two counts, for each module
+    that is called and for each parameter tensor. The GPU waits only if the host cannot run ahead of it.
 
     Args:
         forward: in a forward or a recomputation.
@@ -171,15 +171,15 @@ class Hooks:
         recomputation: in a recomputation, besides those of a forward, whatever the number of modules.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
+    forward: tuple[float, float] = (0.0, 0.0)
+    backward: tuple[float, float] = (0.0, 0.0)
     recomputation: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("forward", "backward", "recomputation"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if not all(math.isfinite(count) and count >= 0 for count in (value if isinstance(value, tuple) else (value,))):
                 raise InputError(f"{name} of hooks is {value}: it must be a finite number of operations, 0 or more")
 
 

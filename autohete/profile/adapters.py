@@ -21,8 +21,9 @@ from autohete.workload.training import LAST, NF4_BYTES, Adapters, LinearLayer
 #: Elementwise accesses of an adapter: to its result in forward and in backward, to its input in backward, per element.
 _RESULT_FORWARD, _RESULT_BACKWARD, _INPUT_BACKWARD = 5, 2, 3
 #: What the host does for an adapter besides launching these kernels, forward and backward: casts, dropout that drops nothing,
-#: modules within modules; and the modules that are called. PEFT 0.21.2 (benchmarks/host_time.py).
-PEFT_OPERATIONS, PEFT_MODULES = (8, 9), 4
+#: modules within modules (5 to 16 and 2 to 8 in several counts); the modules that are called, and the parameters of A and B.
+#: PEFT 0.21.2 (benchmarks/host_time.py).
+PEFT_OPERATIONS, PEFT_MODULES, PEFT_TENSORS = (6, 4), 4, 2
 #: Kernels of an adapter forward and backward, and of a dequantisation.
 _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
 

@@ -75,6 +75,7 @@ class UnitProfile(Hashed):
         largest_parameter: number of elements of its largest trained parameter. None: not known, taken as all of them.
         forward_host_seconds, backward_host_seconds: time that the host needs for a pass, of which it runs ahead of the GPU.
         modules: number of its modules that are called, each of which a system may hook.
+        tensors: number of its parameter tensors, for each of which the hooks do more.
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
@@ -102,6 +103,7 @@ class UnitProfile(Hashed):
     forward_host_seconds: float = 0.0
     backward_host_seconds: float = 0.0
     modules: int = 0
+    tensors: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)

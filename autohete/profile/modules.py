@@ -1,8 +1,8 @@
-"""How many modules a pass of a unit calls: what the hooks of a system multiply by."""
+"""How many modules a pass of a unit calls, and how many tensors its parameters are: what the hooks of a system multiply by."""
 
 from __future__ import annotations
 
-from autohete.profile.adapters import PEFT_MODULES
+from autohete.profile.adapters import PEFT_MODULES, PEFT_TENSORS
 from autohete.workload import BlockRole, Workload
 from autohete.workload.model import (
     Activation,
@@ -13,6 +13,7 @@ from autohete.workload.model import (
     LinearAttention,
     Mixer,
     Mlp,
+    Norm,
     NormPlace,
 )
 from autohete.workload.training import linear_layers
@@ -49,3 +50,33 @@ def _inside(workload: Workload, unit: int, component: Mixer | FeedForward) -> in
         case LinearAttention() | Mlp():
             inside = 1
     return 1 + inside + len(linear_layers(workload.block(unit), workload.hidden_size, component))
+
+
+def parameter_tensors(workload: Workload, unit: int) -> int:
+    """Return the number of parameter tensors in the unit, counted like :func:`called_modules`."""
+    if not workload.is_inner(unit):
+        return called_modules(workload, unit)
+    block = workload.block(unit)
+    norms = (1 + (block.norm_place is NormPlace.BOTH)) * (1 + (block.norm is Norm.LAYER))
+    of_components = [norms + _tensors(workload, unit, one) for one in workload.components(unit)]
+    return sum(of_components) + PEFT_TENSORS * len(workload.adapted_layers(unit))
+
+
+def _tensors(workload: Workload, unit: int, component: Mixer | FeedForward) -> int:
+    """Weights of linear layers and norms in a component, their biases, and tensors that are no module's weight."""
+    layers = len(linear_layers(workload.block(unit), workload.hidden_size, component))
+    match component:
+        case Experts():
+            shared = component.shared
+            of_shared = 0 if shared is None else (2 + shared.gated) * (1 + shared.bias) + component.shared_gate
+            return 1 + component.router_bias + 2 * (1 + component.expert.bias) + of_shared
+        case Attention():
+            norms = 2 * (component.head_norm or component.whole_norm)
+            return layers + component.bias * (layers - 1) + component.output_bias + norms + component.sinks
+        case LatentAttention():
+            ranked = component.query_rank is not None
+            return layers + 1 + ranked + component.bias * (2 + ranked)
+        case LinearAttention():
+            return layers + 4  # convolution, decay, its bias, and the result's norm
+        case Mlp():
+            return layers * (1 + component.bias)

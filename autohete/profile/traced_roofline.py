@@ -52,6 +52,7 @@ class TracedRoofline(Rates):
             forward_host_seconds=self._host_seconds(_launches(forward)),
             backward_host_seconds=self._host_seconds(_launches(backward), backward=True),
             modules=len({row.module for row in unit.forward}),
+            tensors=len(unit.parameters),
         )
 
     def loss(self) -> LossProfile:

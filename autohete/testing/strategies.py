@@ -272,6 +272,7 @@ def _synthetic(dice: Dice, max_micro_batches: int) -> Profile:
             shorter_recompute_seconds=dice.of([None, 0.0, forward / 2, forward]),
             forward_host_seconds=dice.of([0.0, forward]),
             modules=dice.whole(0, 20),
+            tensors=dice.whole(0, 20),
         )
 
     units = tuple(unit(index) for index in range(workload.unit_count))
@@ -382,7 +383,7 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
             pins_optimizer=dice.flip(),
         ),
         flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
-        hooks=Hooks(dice.whole(0, 60), dice.whole(0, 60), dice.whole(0, 9)),
+        hooks=Hooks((dice.whole(0, 60), dice.whole(0, 9)), (dice.whole(0, 60), dice.whole(0, 9)), dice.whole(0, 9)),
     )
     plan = without_contradictions(profile, plan)
     if dice.flip():

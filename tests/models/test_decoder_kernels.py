@@ -173,10 +173,11 @@ def test_an_early_stop_leaves_out_what_torch_leaves_out(family: str, products: i
 
 @pytest.mark.parametrize(("family", "index"), LAYERS)
 def test_a_block_calls_as_many_modules_as_the_profile_says(family: str, index: int) -> None:
-    """What a system hooks are the modules that a forward calls. Dropout and MLP of OPT are functions, here three modules."""
+    """A system hooks modules that a forward calls, and parameters. Dropout and MLP of OPT are functions, here three modules."""
     workload, block = wide(family, Precision.BF16), layer(family, index, Precision.BF16)
     called: list[nn.Module] = []
     for module in block.layer.modules():
         module.register_forward_pre_hook(lambda one, _: called.append(one))
     block(given(workload))
     assert unit(workload, index).modules == len(called) + 3 * (family == "opt")
+    assert unit(workload, index).tensors == len(list(block.layer.parameters()))
