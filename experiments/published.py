@@ -177,7 +177,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     if "lora" in fields:
         lora = fields.pop("lora")
         adapters = Adapters(lora["adapters"]) if "adapters" in lora else None
-        training["lora"] = Lora(lora["rank"], tuple(lora["targets"]), lora.get("quantised", False), adapters)
+        training["lora"] = Lora(**lora | {"targets": tuple(lora["targets"]), "adapters": adapters})
     if training:
         fields["training"] = Training(**training)
     if model is not None or config is not None:
