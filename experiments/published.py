@@ -177,7 +177,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     if "lora" in fields:
         lora = fields.pop("lora")
         adapters = Adapters(lora["adapters"]) if "adapters" in lora else None
-        training["lora"] = Lora(lora["rank"], tuple(lora["targets"]), lora.get("quantised", False), adapters)
+        training["lora"] = Lora(**lora | {"targets": tuple(lora["targets"]), "adapters": adapters})
     if training:
         fields["training"] = Training(**training)
     if model is not None or config is not None:
@@ -465,7 +465,29 @@ def wrong_lines(rows: Sequence[Check]) -> list[list[str]]:
     return [[c.source, c.row, c.group, words[round(c.measured)], c.remark] for c in rows if c.is_verdict and not c.is_close]
 
 
+def blind_lines(rows: Sequence[Check]) -> list[list[str]]:
+    """A line for each source in ``blind/``: mean errors as first predicted, now and signed, and how many verdicts are wrong."""
+    lines = []
+    for title in (read_source(path).title for path in sorted((FOLDER / BLIND).glob("*.toml"))):
+        of = [c for c in rows if c.source == title]
+        line = [title, str(len({c.row for c in of}))]
+        for phases in ({"iteration"}, {PEAK, RESERVED, USED}):
+            errors = [(c.first_error, c.error) for c in of if c.phase in phases and c.first_error is not None]
+            means = [mean(abs(first) for first, _ in errors), mean(abs(now) for _, now in errors)] if errors else []
+            line += [f"{100 * one:.1f} %" for one in means] or ["-"] * 2
+            line.append(f"{100 * mean(now for _, now in errors):+.1f} %" if errors else "-")
+        verdicts = [(c.first, c.predicted, c.measured) for c in of if c.is_verdict and c.first is not None]
+        line += [str(sum(verdict[which] != verdict[2] for verdict in verdicts)) for which in (0, 1)]
+        if of:
+            lines.append(line)
+    return lines
+
+
 _GROUP_HEADS = ["Group", "What", *_HEADS, "goal (mean)"]
+_ERROR_HEADS = "as first predicted", "now", "signed"
+_BLIND_HEADS = ["Blind source", "rows"]
+_BLIND_HEADS += [f"{what}, {head}" for what in ("iterations", "GPU memory") for head in _ERROR_HEADS]
+_BLIND_HEADS += [f"wrong verdicts, {head}" for head in _ERROR_HEADS[:2]]
 _WRONG_HEADS = ["Wrong verdict", "Row", "Group", "Measured", "Predicted need"]
 
 
@@ -476,7 +498,8 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def tables(rows: Sequence[Check]) -> list[str]:
     """The tables of docs/results.md that are made from the rows."""
-    return [markdown(_GROUP_HEADS, group_lines(rows)), markdown(_WRONG_HEADS, wrong_lines(rows))]
+    made = (_GROUP_HEADS, group_lines(rows)), (_BLIND_HEADS, blind_lines(rows)), (_WRONG_HEADS, wrong_lines(rows))
+    return [markdown(*one) for one in made]
 
 
 def write_docs(rows: Sequence[Check], page: Path = RESULTS) -> None:

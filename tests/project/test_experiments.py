@@ -375,13 +375,29 @@ def test_groups_are_scored_apart(tmp_path: Path) -> None:
         ["blind", "verdicts", "1", "1 wrong", "-", "-", "-"],
     ]
     page = tmp_path / "page.md"
-    page.write_text("above\n\n| Group | x |\n|---|---|\n| old | 1 |\n\nbetween\n\n| Wrong verdict |\n|---|\n\nbelow\n")
+    page.write_text(
+        "above\n\n| Group | x |\n|---|---|\n| old | 1 |\n\nand\n\n| Blind source |\n|---|\n\n"
+        "between\n\n| Wrong verdict |\n|---|\n\nbelow\n"
+    )
     published.write_docs(rows, page)
-    first, second = published.tables(rows)
-    assert page.read_text() == f"above\n\n{first}\nbetween\n\n{second}\nbelow\n"
+    groups, blind, wrong = published.tables(rows)
+    assert page.read_text() == f"above\n\n{groups}\nand\n\n{blind}\nbetween\n\n{wrong}\nbelow\n"
     page.write_text("nothing")
     with pytest.raises(InputError, match="0 tables that begin with"):
         published.write_docs(rows, page)
+
+
+def test_a_blind_source_is_scored_as_first_predicted_and_now() -> None:
+    """Its line has the mean errors of iterations and of GPU memory, and how many verdicts were and are wrong."""
+    checks = [
+        check(published.BLIND, 2.0, 3.0, first=1.0),
+        check(published.BLIND, 2.0, 1.5, first=1.0),
+        check(published.BLIND, 4.0, 3.0, "gpu_peak", first=4.0),
+        check(published.BLIND, 1.0, 1.0, "fits", first=0.0),
+    ]
+    source = published.read_source(published.FOLDER / "blind" / "nanogpt-a100.toml")
+    (line,) = published.blind_lines([replace(c, source=source.title) for c in checks])
+    assert line == [source.title, "1", "50.0 %", "37.5 %", "+12.5 %", "0.0 %", "25.0 %", "-25.0 %", "1", "0"]
 
 
 def test_no_text_of_the_published_figure_lies_on_another() -> None:

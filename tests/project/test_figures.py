@@ -417,5 +417,4 @@ def test_the_page_says_what_each_technique_adds() -> None:
     assert max(lost("prefetch_tuning") + lost("prefetch_tuning", "4")) < 0.2
     priority = lost("priority", "4")
     assert f"cost {mean(lost('gpu_updates', '4')):.0f} %, and priority adds {mean(priority):.1f} %" in said()
-    less, more = sorted(-loss for loss in priority if loss < -0.1)
-    assert f"two models are {less:.1f} and {more:.1f} % faster without it" in said()
+    assert min(priority) > -0.1
