@@ -209,15 +209,18 @@ def refined(units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
 
 
 def _parts(family: PlanFamily, *, quick: bool) -> Iterator[PlanFamily]:
-    """A subset of the choices, then all; one of both if it has to be quick. Selective recomputation, and sums of gradients that
-    leave the GPU, add so many neighbours that a search misses others.
+    """Nested subsets of the choices, then all; one of these if it has to be quick. Selective recomputation, and sums of
+    gradients that leave the GPU, add so many neighbours that a search misses others. They are added one after the other, so
+    that a plan that is found without selective recomputation is found with it.
     """
-    plain = family.where(lambda unit: unit.activations is not Activations.SELECTIVE and not unit.sums_leave)
+    kept = family.where(lambda unit: unit.activations is not Activations.SELECTIVE)
+    plain = kept.where(lambda unit: not unit.sums_leave)
     if quick:
         yield family if family.profile.workload.micro_batches > 1 else plain
         return
-    if plain.choices != family.choices:
-        yield plain
+    for part, more in ((plain, kept), (kept, family)):
+        if part.choices != more.choices:
+            yield part
     yield family
 
 

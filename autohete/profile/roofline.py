@@ -27,21 +27,25 @@ from autohete.profile.kernels.decoders import (
     norm_part,
     widened_part,
 )
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, leaned, without_inputs
+from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, cast_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
+from autohete.workload.model import Attention, Block, Component, FeedForward, LatentAttention, Mixer, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
-from autohete.workload.training import LAST
+from autohete.workload.training import FIRST, LAST, linear_layers
 
 #: Transformer Engine casts weights in each forward, and keeps the result and its transpose for backward; of inputs it keeps
 #: the transpose (2.x, ``pytorch/module/linear.py``: ``get_weight_workspace``, without a cache unless ``is_first_microbatch`` is
 #: given, and ``update_usage`` of ``weightmat`` and ``inputmat``). Bytes of a parameter, and of an element of an input.
 _FP8_COPIES, _FP8_INPUT = 2, 1
+#: A cast reads 16 bit and writes 8 twice, the second time transposed (``cast_transpose``). Bytes of an element. What follows a
+#: norm or an activation that is computed again is cast again from its result (Megatron Core 0.14,
+#: ``set_for_recompute_input_layernorm`` and ``set_save_original_input``).
+_FP8_CAST = 4
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -152,7 +156,9 @@ class _Roofline(Rates):
             part = self.kernels.part(w.role(unit))
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             every = {name for names in GPT2_ROWS.values() for name in names}
-            return without_inputs(part, every - used) if frozen or self._casts_inputs(unit) else part
+            if self._casts_inputs(unit):
+                return cast_inputs(part, every)
+            return without_inputs(part, every - used) if frozen else part
         eager, flash = self.kernels.eager, self.kernels.flash
         parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
         if frozen:
@@ -160,7 +166,8 @@ class _Roofline(Rates):
             parts = [frozen_part(without_inputs(part, INPUT_ROWS - used)) for part, used in zip(parts, used_by, strict=True)]
             parts = [widened_part(part) for part in parts] if w.is_prepared else parts
         elif self._casts_inputs(unit):
-            parts = [without_inputs(part, INPUT_ROWS) for part in parts]
+            copies = [self._casts_of_input(block, component) for component in w.components(unit)]
+            parts = [cast_inputs(part, INPUT_ROWS, count) for part, count in zip(parts, copies, strict=True)]
         part = both_parts(*parts) if len(parts) == 2 else parts[0]
         return leaned(part) if self.kernels.lean else part
 
@@ -228,7 +235,7 @@ class _Roofline(Rates):
                 backward_host,
             )
             saved = self._saved(unit, part, scores, round(added.kept_bytes))
-            saved += self._saved_in_fp8(unit)
+            saved += self._saved_in_fp8(unit, part)
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             # The table's workspaces include the output, and in backward its gradient and that of the input.
@@ -266,8 +273,14 @@ class _Roofline(Rates):
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""
         return self.workload.training.fp8 and not self.kernels.lean and self.workload.trains_base(unit)
 
-    def _saved_in_fp8(self, unit: int) -> tuple[SavedTensors, ...]:
-        """What Transformer Engine's products keep in 8 bits: copies of weights, and inputs."""
+    def _casts_of_input(self, block: Block, component: Mixer | FeedForward) -> int:
+        """How many products keep the norm's result. Fused ones of queries, keys and values, or of gate and up, are one."""
+        if not self.kernels.eager and isinstance(component, (Attention, Mlp)):
+            return 1
+        return sum(layer.row == FIRST for layer in linear_layers(block, self.workload.hidden_size, component))
+
+    def _saved_in_fp8(self, unit: int, part: Part) -> tuple[SavedTensors, ...]:
+        """What Transformer Engine's products keep in 8 bits besides what ``part`` does: copies of weights, and inputs."""
         w = self.workload
         if not w.training.fp8 or self.kernels.lean:
             return ()
@@ -276,7 +289,8 @@ class _Roofline(Rates):
         layers = [layer.shape for layer in w.linear_layers(unit)] if self.kernels.eager else products
         inputs = w.tokens * sum(one.rows * one.inner for one in layers) * self._casts_inputs(unit)
         weights = SavedTensors("weights_in_fp8", _FP8_COPIES * sum(one.parameters for one in products))
-        return (weights, SavedTensors("inputs_in_fp8", round(_FP8_INPUT * inputs))) if inputs else (weights,)
+        others = round(_FP8_INPUT * (inputs - part.total("kept_8bit") * w.tokens * h))
+        return (weights, SavedTensors("inputs_in_fp8", others)) if others else (weights,)
 
     def _head_kept_bytes(self, unit: int, frozen: bool) -> float:
         """What the head keeps: the input of its norm and, if its matrix is not ``frozen``, that of the projection. Under
@@ -313,6 +327,7 @@ class _Roofline(Rates):
         w, total = self.workload, part.total
         casts = 4 * (self.element == 2)
         of_hidden = total("kept") * self.element + total("kept_mask") + 4 * total("kept_fp32") + casts * total("kept_casts")
+        of_hidden += _FP8_INPUT * total("kept_8bit")
         of_scores = total("kept_scores") * self.element + total("kept_score_mask") + casts * total("kept_score_casts")
         return of_hidden * w.tokens * w.hidden_size + of_scores * scores
 
@@ -332,7 +347,9 @@ class _Roofline(Rates):
             if one.again is None:
                 found.append(SavedTensors(name, size))
                 continue
-            busy, kernels = self._elementwise_seconds(one.again, "forward", scores), one.again.total("forward_kernels")
+            kernels = one.again.total("forward_kernels") + one.casts
+            busy = self._elementwise_seconds(one.again, "forward", scores)
+            busy += _FP8_CAST * one.kept.total("kept_8bit") * w.tokens * w.hidden_size / self.bandwidth
             busy += self._core_seconds(w.block(unit).mixer)[0] * one.products + kernels * self.overhead
             found.append(SavedTensors(name, size, busy, self._host_seconds(kernels), one.selective))
         return (*found, *([SavedTensors("adapters", added_bytes)] if added_bytes else []))

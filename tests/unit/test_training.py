@@ -30,7 +30,7 @@ from autohete.simulate import judge_for, simulate, simulate_policy
 from autohete.simulate.plan_document import plan_json
 from autohete.simulate.summary import answer
 from autohete.train.arguments import check_profile
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Activation, Architecture, Attention, Block, Mlp, Norm, Product
 from autohete.workload.optimizers import Optimizer, newton_schulz, state_bytes
@@ -410,6 +410,48 @@ def test_fp8_halves_the_time_of_large_products() -> None:
     assert fp8.units[1].activation_bytes - plain.units[1].activation_bytes == 2 * weights + inputs
     assert fp8.units[-1] == plain.units[-1]
     assert fp8.units[0] == plain.units[0]
+
+
+@pytest.mark.parametrize("workload", [LLAMA, named_workload("gpt-2b")], ids=lambda one: one.name)
+@pytest.mark.parametrize("units", Units)
+@pytest.mark.parametrize("kernels", [Kernels.FUSED, Kernels.EAGER_FLASH])
+def test_selective_recomputation_makes_inputs_in_fp8_again(workload: Workload, units: Units, kernels: Kernels) -> None:
+    """It frees fewer bytes of a block than in bf16, though some, and takes longer; both are between none and full recomputation
+    in time and memory.
+    """
+    wide = replace(workload, batch_size=4, sequence_length=1024, units=units, kernels=kernels)
+    node = load_hardware("h100-pcie5", {"gpu.memory": "400GiB"})
+    freed, took = [], []
+    for fp8 in (False, True):
+        profile = analytic_profile(replace(wide, training=Training(fp8=fp8)), node)
+        some = profile.units[1:3] if units is Units.SUBLAYER else profile.units[1:2]
+        freed.append(sum(unit.bytes_of(unit.selected) for unit in some))
+        took.append(sum(unit.again_seconds(unit.selected) for unit in some))
+        assert all(sum(one.size_bytes for one in unit.saved) == unit.kept_bytes for unit in some)
+        judge = judge_for(profile)
+        none, selective, full = (
+            judge(parse_policy(f"resident:checkpointing={one}").plan(profile, judge)) for one in ("none", "selective", "full")
+        )
+        assert none.seconds < selective.seconds < full.seconds
+        assert none.peaks["gpu"] > selective.peaks["gpu"] > full.peaks["gpu"]
+    assert 0 < freed[1] < freed[0]
+    assert took[1] > took[0]
+
+
+def test_inputs_in_fp8_are_cast_again_once_for_each_copy() -> None:
+    """Fused, the products of a Llama keep one copy of the result of each norm and of the activation; by kernels, queries, keys
+    and values have one each, and gate and up. A cast moves four bytes of an element, and is a kernel.
+    """
+    node, h, m = load_hardware("h100-pcie5"), 4096, 14336
+    wide = replace(LLAMA, batch_size=4, sequence_length=1024)
+    for kernels, elements, casts in ((Kernels.FUSED, 2 * h + m, 3), (Kernels.EAGER_FLASH, 5 * h + m, 6)):
+        plain, fp8 = (
+            analytic_profile(replace(wide, kernels=kernels, training=Training(fp8=one)), node).units[1] for one in (False, True)
+        )
+        assert fp8.bytes_of(fp8.selected) == wide.tokens * elements
+        traffic = 4 * wide.tokens * elements / (node.gpu.memory_bandwidth * node.gpu.memory_efficiency)
+        more = sum((one.seconds or 0) * sign for unit, sign in ((fp8, 1), (plain, -1)) for one in unit.saved if one.selective)
+        assert more == pytest.approx(traffic + casts * node.gpu.kernel_overhead_seconds)
 
 
 def test_fp8_needs_its_figure() -> None:

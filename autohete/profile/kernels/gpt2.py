@@ -33,6 +33,7 @@ class Operation:
         kept_fp32: tensors of this kind kept for backward.
         casts: tensors cast to fp32 or back, in forward and again in backward. None in fp32.
         kept_casts, kept_score_casts: tensors (and tensors of scores) kept in fp32, in addition to what is kept without casts.
+        kept_8bit: tensors kept in 8 bit.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Operation:
     casts: float = 0
     kept_casts: float = 0
     kept_score_casts: float = 0
+    kept_8bit: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,14 @@ class Selection:
         again: indices of the operations that make them again.
         products: the matrix products of attention are recomputed as well.
         selective: what is published as selective recomputation does so.
+        casts: copies in 8 bit that are cast again.
     """
 
     rows: tuple[int, ...]
     again: tuple[int, ...]
     products: bool = False
     selective: bool = True
+    casts: int = 0
 
     def after(self, count: int) -> Selection:
         """The same in a table with ``count`` more operations before."""
@@ -98,8 +102,8 @@ class Selection:
 
 
 #: The columns of what is kept for backward, and those of them that a selection releases.
-_KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts")
-_RELEASED = ("kept", "kept_scores", "kept_score_mask")
+_KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts", "kept_8bit")
+_RELEASED = ("kept", "kept_scores", "kept_score_mask", "kept_8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class SavedRows:
         again: the operations that make them again. None: only the whole part does.
         products: the matrix products of attention do so as well.
         selective: selective recomputation makes them again.
+        casts: copies in 8 bit that are cast again.
     """
 
     name: str
@@ -119,6 +124,7 @@ class SavedRows:
     again: Part | None = None
     products: bool = False
     selective: bool = False
+    casts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class Part:
             if (one := first.get(row)) is not None:
                 rows = tuple(_only(self.operations[kept], _RELEASED) for kept in one.rows)
                 again = Part(tuple(self.operations[made] for made in one.again))
-                yield SavedRows(operation.name, Part(rows), again, one.products, one.selective)
+                yield SavedRows(operation.name, Part(rows), again, one.products, one.selective, one.casts)
             rest = _only(operation, [column for column in _KEPT if row not in released or column not in _RELEASED])
             if any(getattr(rest, column) for column in _KEPT):
                 yield SavedRows(operation.name, Part((rest,)))
@@ -177,6 +183,19 @@ def without_inputs(part: Part, names: Collection[str]) -> Part:
         one for one in part.selections if any(getattr(operations[row], column) for row in one.rows for column in _RELEASED)
     )
     return replace(part, operations=operations, selections=still)
+
+
+def cast_inputs(part: Part, names: Collection[str], copies: int = 1) -> Part:
+    """``part`` whose operations ``names``, products with weights, do not keep their inputs in 16 bit, but in 8 bit those that a
+    selection releases, that of the first product in so many ``copies``.
+    """
+    operations, selections = [replace(one, kept=0) if one.name in names else one for one in part.operations], []
+    for one in part.selections:
+        casts = {row: copies if operations[row].name == FIRST else 1 for row in one.rows if operations[row].name in names}
+        for row, count in casts.items():
+            operations[row] = replace(operations[row], kept_8bit=count * part.operations[row].kept)
+        selections.append(replace(one, casts=sum(casts.values())))
+    return replace(part, operations=tuple(operations), selections=tuple(selections))
 
 
 def leaned(part: Part) -> Part:
