@@ -101,7 +101,7 @@ def test_one_machine_is_uncertain_once_and_two_are_twice(files: dict[str, str], 
     """On one machine only the model's error counts; of two machines both intervals do; without an interval nothing is said."""
     one = compared(files["large"], files["tight"])
     assert one.ratio is not None
-    deviation = 0.141 * math.sqrt(math.pi / 2)
+    deviation = 0.17 * math.sqrt(math.pi / 2)
     assert one.ratio.certainty == pytest.approx(NormalDist(0, deviation).cdf(abs(math.log(one.ratio.time))))
     elsewhere = changed(files["tight"], tmp_path / "x.json", lambda document: document["hardware"].update(name="another"))
     ends = [(i.low_seconds, i.high_seconds) for i in (one.a.interval, one.b.interval) if i is not None]
