@@ -150,37 +150,25 @@ def test_intervals_of_a_known_dependence() -> None:
             assert (interval.low, interval.high) == (interval.figures_low, interval.figures_high)
 
 
-LARGER = "8B, 72 x 3072", "13B, 40 x 5120", "20B, 64 x 4096 with 256 heads"
-WAITS, ASYNCHRONOUSLY, ON_GPU = (
-    "gradients flushed while backward waits",
-    "gradients flushed asynchronously",
-    "every second sub-group updated on the GPU",
-)
+ASYNCHRONOUSLY, ON_GPU = "gradients flushed asynchronously", "every second sub-group updated on the GPU"
 LLAMA, NVME = "LLaMA-7B on 8 A800, DeepSpeed with and without offload", "MLP-Offload, optimizer states on NVMe"
 STAGE_3 = "ZeRO-3 with NVMe"
-#: LLMQ's runs that are predicted not to fit: its weights are their own masters, its gradients of activations are in place.
+#: LLMQ's runs that are predicted not to fit: in fp8 it keeps some saved tensors in 8 bit; on the 5060 Ti its gradients rest on
+#: the host.
 TOO_LARGE = {
-    "one RTX 4090": (
-        "1.5B, 128 x 4",
-        "7B, 32 x 16, states, weights and inputs on the host",
-        "1.5B in fp8, 128 x 4",
-        "3B in fp8, states on the host, 128 x 4",
-        "7B in fp8, states, weights and inputs on the host, 32 x 16",
-    ),
-    "one RTX 5060 Ti": ("0.5B, 51 x 10", "1.5B, 64 x 8", "7B, all on the host, 16 x 32"),
-    "one H100": ("1.5B, 16 x 32", "3B, 32 x 16", "7B, 128 x 4", "1.5B in fp8, 16 x 32", "3B in fp8, 32 x 16"),
-    "eight H100": ("0.5B in fp8, 1 x 64", "1.5B in fp8, 2 x 32"),
-    "one RTX PRO 6000": ("7B, 64 x 8", "7B in fp8, 64 x 8", "14B in fp8, states on the host, 64 x 8"),
+    "one RTX 4090": ("3B in fp8, states on the host, 128 x 4",),
+    "one RTX 5060 Ti": ("7B, all on the host, 16 x 32",),
+    "one RTX PRO 6000": ("7B in fp8, 64 x 8", "14B in fp8, states on the host, 64 x 8"),
     "four RTX PRO 6000": ("7B in fp8, 8 x 16",),
-    "eight RTX PRO 6000": ("14B, 16 x 4", "7B in fp8, 4 x 16"),
+    "eight RTX PRO 6000": ("7B in fp8, 4 x 16",),
 }
 #: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
 DISAGREE = {
-    *(("Deep Optimizer States", f"four GPUs, {model}: {ASYNCHRONOUSLY}", "backward") for model in LARGER[:2]),
+    ("Deep Optimizer States", f"four GPUs, 13B, 40 x 5120: {ASYNCHRONOUSLY}", "backward"),
     ("Deep Optimizer States", f"four GPUs, {ASYNCHRONOUSLY}", "backward"),
     ("Deep Optimizer States", f"four GPUs, {ON_GPU}", "backward"),
     ("AutoHete, memory limits", "ZeRO-Offload, gpt-4b, batch 8, 16GiB", "fits"),
-    ("AutoHete, memory limits", "AutoHete, 4B", "cpu_updated_blocks"),  # 14 instead of 13: plans may wait for memory
+    ("LitGPT, LoRA on one A100-40GB", "7B, batch 4", "fits"),  # its blocks keep more than those of transformers
     ("Deep Optimizer States", "gradients flushed asynchronously", "backward"),
     ("DeepSpeed tutorial, 10B", "ZeRO-Offload", "forward"),
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, 1 x 2", "iteration"),
@@ -203,13 +191,13 @@ DISAGREE = {
 def test_published_measurements_are_met_but_for_those_explained() -> None:
     """Each phase that others measured is met within a quarter and each limit, but for a few.
 
-    The goal of 25 % at worst is missed: a 7B model whose settings are not all published is predicted 18 to 57 % too fast.
+    The goal of 25 % at worst is missed: a 7B model whose settings are not all published is predicted 20 to 57 % too fast.
     """
     checks = published.checks([source for source in published.sources() if source.group == published.KNOWN])
     assert {(c.source, c.row, c.phase) for c in checks if not c.is_close} == DISAGREE
     scores = {score.what: score for score in published.scores(checks)}
     assert scores["iterations"].mean_error <= 0.10
-    assert scores["iterations"].worst_error <= 0.57
+    assert scores["iterations"].worst_error <= 0.58
     assert scores["phases"].mean_error <= 0.15
     assert scores["GPU peaks"].mean_error <= 0.11
     assert scores["longest sequences"].mean_error <= 0.09
