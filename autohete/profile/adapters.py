@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
+from autohete.profile.kernels.gpt2 import Operation
 from autohete.workload import Workload
 from autohete.workload.model import Product
 from autohete.workload.training import LAST, NF4_BYTES, Adapters, LinearLayer
@@ -52,11 +53,26 @@ def shares_input(workload: Workload, layer: LinearLayer) -> bool:
     return not workload.is_prepared or (layer.mixes and layer.row == LAST)  # attention returns 16 bits
 
 
+def input_cast(workload: Workload) -> Operation:
+    """What a copy of a layer's input takes and keeps. Under autocast a layer casts its input from 16 bit to fp32, the format of
+    the adapter, and autocast casts it back; what is in fp32 already is cast once.
+    """
+    casts = 2 if workload.adapters is Adapters.AUTOCAST and not workload.is_prepared else 1
+    kept = _input_bytes(workload)
+    source = "PEFT 0.21, tuners/lora/layer.py: Linear.forward"
+    return Operation("cast", source, forward=casts, forward_fp32=casts, forward_kernels=casts, kept_copies=kept)
+
+
+def _input_bytes(workload: Workload) -> int:
+    """Bytes of an element of an adapter's input, and of its result of A."""
+    return 4 if workload.adapters is Adapters.CAST else workload.precision.element_bytes
+
+
 def _kept_bytes(workload: Workload, layers: tuple[LinearLayer, ...]) -> int:
     """Bytes that the adapters of ``layers`` keep, besides inputs that they share."""
     assert workload.training.lora is not None
     element, rank = workload.precision.element_bytes, workload.training.lora.rank
-    wide = 4 if workload.adapters is Adapters.CAST else element
+    wide = _input_bytes(workload)
     kept = wide * workload.tokens * rank * sum(layer.shape.rows for layer in layers)
     copied = [layer.shape for layer in layers if not shares_input(workload, layer)]
     kept += wide * workload.tokens * sum(shape.rows * shape.inner for shape in copied)

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
-from autohete.profile.adapters import PEFT_OPERATIONS, additions, shares_input
+from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, shares_input
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.kernels.decoders import (
@@ -27,25 +27,25 @@ from autohete.profile.kernels.decoders import (
     norm_part,
     widened_part,
 )
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, Part, cast_inputs, leaned, without_inputs
+from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Block, Component, FeedForward, LatentAttention, Mixer, Mlp, Product, gpt2_block
+from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
-from autohete.workload.training import FIRST, LAST, linear_layers
+from autohete.workload.training import FIRST, LAST
 
 #: Transformer Engine casts weights in each forward, and keeps the result and its transpose for backward; of inputs it keeps
 #: the transpose (2.x, ``pytorch/module/linear.py``: ``get_weight_workspace``, without a cache unless ``is_first_microbatch`` is
 #: given, and ``update_usage`` of ``weightmat`` and ``inputmat``). Bytes of a parameter, and of an element of an input.
 _FP8_COPIES, _FP8_INPUT = 2, 1
-#: A cast reads 16 bit and writes 8 twice, the second time transposed (``cast_transpose``). Bytes of an element. What follows a
-#: norm or an activation that is computed again is cast again from its result (Megatron Core 0.14,
+#: A cast reads 16 bit and writes 8 twice, the second time transposed (``cast_transpose``): as much as two accesses. What
+#: follows a norm or an activation that is computed again is cast again from its result (Megatron Core 0.14,
 #: ``set_for_recompute_input_layernorm`` and ``set_save_original_input``).
-_FP8_CAST = 4
+_FP8_CAST = Operation("cast", "Transformer Engine 2, cast_transpose", forward=2, forward_kernels=1, kept_copies=_FP8_INPUT)
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -150,24 +150,25 @@ class _Roofline(Rates):
 
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
-        w, block = self.workload, self.workload.block(unit)
+        w, block, in_fp8 = self.workload, self.workload.block(unit), self._casts_inputs(unit)
         frozen, adapted = not w.trains_base(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
+        copies, cast = self._copies(unit), _FP8_CAST if in_fp8 else input_cast(w)
         if block == gpt2_block(w.hidden_size, w.heads):
             part = self.kernels.part(w.role(unit))
+            if not frozen and not in_fp8:
+                return part
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
-            every = {name for names in GPT2_ROWS.values() for name in names}
-            if self._casts_inputs(unit):
-                return cast_inputs(part, every)
-            return without_inputs(part, every - used) if frozen else part
-        eager, flash = self.kernels.eager, self.kernels.flash
-        parts = [decoder_part(block, w.hidden_size, one, eager=eager, flash=flash) for one in w.components(unit)]
-        if frozen:
-            used_by = [{layer.row for layer in adapted if layer.mixes is (one is block.mixer)} for one in w.components(unit)]
-            parts = [frozen_part(without_inputs(part, INPUT_ROWS - used)) for part, used in zip(parts, used_by, strict=True)]
-            parts = [widened_part(part) for part in parts] if w.is_prepared else parts
-        elif self._casts_inputs(unit):
-            copies = [self._casts_of_input(block, component) for component in w.components(unit)]
-            parts = [cast_inputs(part, INPUT_ROWS, count) for part, count in zip(parts, copies, strict=True)]
+            copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
+            return without_inputs(copied_inputs(part, copied, cast), copied.keys() - used)
+        parts = []
+        for component in w.components(unit):
+            mixes = component is block.mixer
+            part = decoder_part(block, w.hidden_size, component, eager=self.kernels.eager, flash=self.kernels.flash)
+            if frozen or in_fp8:
+                part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
+                part = without_inputs(part, INPUT_ROWS - {layer.row for layer in adapted if layer.mixes is mixes})
+            part = frozen_part(part) if frozen else part
+            parts.append(widened_part(part) if w.is_prepared and frozen else part)
         part = both_parts(*parts) if len(parts) == 2 else parts[0]
         return leaned(part) if self.kernels.lean else part
 
@@ -234,8 +235,9 @@ class _Roofline(Rates):
                 backward_kernels,
                 backward_host,
             )
-            saved = self._saved(unit, part, scores, round(added.kept_bytes))
-            saved += self._saved_in_fp8(unit, part)
+            copied = round(total("kept_copies") * w.tokens * w.hidden_size)
+            saved = self._saved(unit, part, scores, added.kept_bytes - copied * bool(w.adapted_layers(unit)))
+            saved += self._saved_in_fp8(unit, copied)
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             # The table's workspaces include the output, and in backward its gradient and that of the input.
@@ -273,23 +275,32 @@ class _Roofline(Rates):
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""
         return self.workload.training.fp8 and not self.kernels.lean and self.workload.trains_base(unit)
 
-    def _casts_of_input(self, block: Block, component: Mixer | FeedForward) -> int:
-        """How many products keep the norm's result. Fused ones of queries, keys and values, or of gate and up, are one."""
-        if not self.kernels.eager and isinstance(component, (Attention, Mlp)):
-            return 1
-        return sum(layer.row == FIRST for layer in linear_layers(block, self.workload.hidden_size, component))
+    def _copies(self, unit: int) -> Counter[tuple[bool, str]]:
+        """How many copies of an input in another format are kept, by whether it is the mixer's and the row that keeps it:
+        those of products in fp8, of which fused ones of queries, keys and values, or of gate and up, have one; or of adapters.
+        """
+        w, in_fp8 = self.workload, self._casts_inputs(unit)
+        if self.kernels.lean:  # what is made again within backward is no copy
+            return Counter()
+        layers = w.linear_layers(unit) if in_fp8 else [one for one in w.adapted_layers(unit) if not shares_input(w, one)]
+        copies = Counter((one.mixes, one.row) for one in layers)
+        fused = in_fp8 and not self.kernels.eager
+        for mixes, row in copies:
+            if row != FIRST or (fused and (not mixes or isinstance(w.block(unit).mixer, Attention))):
+                copies[mixes, row] = 1
+        return copies
 
-    def _saved_in_fp8(self, unit: int, part: Part) -> tuple[SavedTensors, ...]:
-        """What Transformer Engine's products keep in 8 bits besides what ``part`` does: copies of weights, and inputs."""
+    def _saved_in_fp8(self, unit: int, copied: int) -> tuple[SavedTensors, ...]:
+        """What Transformer Engine's products keep in 8 bits: copies of weights, and inputs besides those ``copied``."""
         w = self.workload
         if not w.training.fp8 or self.kernels.lean:
             return ()
         h = w.hidden_size
         products = [product for part in w.components(unit) for product in part.products(h)]
         layers = [layer.shape for layer in w.linear_layers(unit)] if self.kernels.eager else products
-        inputs = w.tokens * sum(one.rows * one.inner for one in layers) * self._casts_inputs(unit)
+        inputs = round(_FP8_INPUT * w.tokens * sum(one.rows * one.inner for one in layers))
         weights = SavedTensors("weights_in_fp8", _FP8_COPIES * sum(one.parameters for one in products))
-        others = round(_FP8_INPUT * (inputs - part.total("kept_8bit") * w.tokens * h))
+        others = (inputs - copied) * self._casts_inputs(unit)
         return (weights, SavedTensors("inputs_in_fp8", others)) if others else (weights,)
 
     def _head_kept_bytes(self, unit: int, frozen: bool) -> float:
@@ -327,7 +338,7 @@ class _Roofline(Rates):
         w, total = self.workload, part.total
         casts = 4 * (self.element == 2)
         of_hidden = total("kept") * self.element + total("kept_mask") + 4 * total("kept_fp32") + casts * total("kept_casts")
-        of_hidden += _FP8_INPUT * total("kept_8bit")
+        of_hidden += total("kept_copies")
         of_scores = total("kept_scores") * self.element + total("kept_score_mask") + casts * total("kept_score_casts")
         return of_hidden * w.tokens * w.hidden_size + of_scores * scores
 
@@ -347,9 +358,8 @@ class _Roofline(Rates):
             if one.again is None:
                 found.append(SavedTensors(name, size))
                 continue
-            kernels = one.again.total("forward_kernels") + one.casts
+            kernels = one.again.total("forward_kernels")
             busy = self._elementwise_seconds(one.again, "forward", scores)
-            busy += _FP8_CAST * one.kept.total("kept_8bit") * w.tokens * w.hidden_size / self.bandwidth
             busy += self._core_seconds(w.block(unit).mixer)[0] * one.products + kernels * self.overhead
             found.append(SavedTensors(name, size, busy, self._host_seconds(kernels), one.selective))
         return (*found, *([SavedTensors("adapters", added_bytes)] if added_bytes else []))

@@ -8,7 +8,7 @@ gradients are counted in their rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autohete.workload import BlockRole, Kernels
@@ -33,7 +33,7 @@ class Operation:
         kept_fp32: tensors of this kind kept for backward.
         casts: tensors cast to fp32 or back, in forward and again in backward. None in fp32.
         kept_casts, kept_score_casts: tensors (and tensors of scores) kept in fp32, in addition to what is kept without casts.
-        kept_8bit: tensors kept in 8 bit.
+        kept_copies: bytes of inputs kept in another format, per token and hidden unit.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Operation:
     casts: float = 0
     kept_casts: float = 0
     kept_score_casts: float = 0
-    kept_8bit: float = 0
+    kept_copies: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class Selection:
         again: indices of the operations that make them again.
         products: the matrix products of attention are recomputed as well.
         selective: what is published as selective recomputation does so.
-        casts: copies in 8 bit that are cast again.
+        casts: what makes copies of the results in another format again.
     """
 
     rows: tuple[int, ...]
     again: tuple[int, ...]
     products: bool = False
     selective: bool = True
-    casts: int = 0
+    casts: tuple[Operation, ...] = ()
 
     def after(self, count: int) -> Selection:
         """The same in a table with ``count`` more operations before."""
@@ -102,8 +102,8 @@ class Selection:
 
 
 #: The columns of what is kept for backward, and those of them that a selection releases.
-_KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts", "kept_8bit")
-_RELEASED = ("kept", "kept_scores", "kept_score_mask", "kept_8bit")
+_KEPT = ("kept", "kept_mask", "kept_scores", "kept_score_mask", "kept_fp32", "kept_casts", "kept_score_casts", "kept_copies")
+_RELEASED = ("kept", "kept_scores", "kept_score_mask", "kept_copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,6 @@ class SavedRows:
         again: the operations that make them again. None: only the whole part does.
         products: the matrix products of attention do so as well.
         selective: selective recomputation makes them again.
-        casts: copies in 8 bit that are cast again.
     """
 
     name: str
@@ -124,7 +123,6 @@ class SavedRows:
     again: Part | None = None
     products: bool = False
     selective: bool = False
-    casts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +160,8 @@ class Part:
         for row, operation in enumerate(self.operations):
             if (one := first.get(row)) is not None:
                 rows = tuple(_only(self.operations[kept], _RELEASED) for kept in one.rows)
-                again = Part(tuple(self.operations[made] for made in one.again))
-                yield SavedRows(operation.name, Part(rows), again, one.products, one.selective, one.casts)
+                again = Part((*(self.operations[made] for made in one.again), *one.casts))
+                yield SavedRows(operation.name, Part(rows), again, one.products, one.selective)
             rest = _only(operation, [column for column in _KEPT if row not in released or column not in _RELEASED])
             if any(getattr(rest, column) for column in _KEPT):
                 yield SavedRows(operation.name, Part((rest,)))
@@ -175,8 +173,8 @@ def _only(operation: Operation, columns: Collection[str]) -> Operation:
 
 
 def without_inputs(part: Part, names: Collection[str]) -> Part:
-    """``part`` without what the operations ``names``, products with frozen weights, keep: inputs, which only the gradients of
-    weights need. So selective recomputation has nothing to release of them.
+    """``part`` without what the operations ``names``, products with weights, keep of their inputs, besides copies: only the
+    gradients of weights need inputs. So selective recomputation has nothing to release of frozen products.
     """
     operations = tuple(replace(one, kept=0) if one.name in names else one for one in part.operations)
     still = tuple(
@@ -185,16 +183,30 @@ def without_inputs(part: Part, names: Collection[str]) -> Part:
     return replace(part, operations=operations, selections=still)
 
 
-def cast_inputs(part: Part, names: Collection[str], copies: int = 1) -> Part:
-    """``part`` whose operations ``names``, products with weights, do not keep their inputs in 16 bit, but in 8 bit those that a
-    selection releases, that of the first product in so many ``copies``.
+def copied_inputs(part: Part, copies: Mapping[str, int], cast: Operation) -> Part:
+    """``part`` that keeps copies of inputs that a selection releases.
+
+    Args:
+        part: with what products keep without copies.
+        copies: how many, for the names of operations that keep the input of a product with weights.
+        cast: what makes one of a tensor of ``tokens x hidden`` elements, and the bytes that it keeps.
     """
-    operations, selections = [replace(one, kept=0) if one.name in names else one for one in part.operations], []
+    operations, selections = list(part.operations), []
     for one in part.selections:
-        casts = {row: copies if operations[row].name == FIRST else 1 for row in one.rows if operations[row].name in names}
-        for row, count in casts.items():
-            operations[row] = replace(operations[row], kept_8bit=count * part.operations[row].kept)
-        selections.append(replace(one, casts=sum(casts.values())))
+        casts = []
+        for row in (row for row in one.rows if copies.get(part.operations[row].name)):
+            count = copies[part.operations[row].name]
+            tensors = count * part.operations[row].kept
+            operations[row] = replace(operations[row], kept_copies=tensors * cast.kept_copies)
+            casts.append(
+                replace(
+                    cast,
+                    forward=tensors * cast.forward,
+                    forward_fp32=tensors * cast.forward_fp32,
+                    forward_kernels=count * cast.forward_kernels,
+                )
+            )
+        selections.append(replace(one, casts=tuple(casts)))
     return replace(part, operations=tuple(operations), selections=tuple(selections))
 
 
