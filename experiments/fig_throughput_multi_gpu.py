@@ -267,7 +267,7 @@ def main(
     jobs: int | None = None,
     models: Models = tuple(MODELS),
     batches: tuple[int, ...] = (2, 8),
-    samples: int = 8,
+    samples: int = 4,
     seed: int = 1,
     where: Where = PUBLISHED_NODE,
 ) -> None:
