@@ -18,7 +18,7 @@ from autohete.quantities import parse_quantity
 from autohete.schedule import GPU_MEMORY
 from autohete.simulate import Simulation, simulate_again
 
-#: Mean absolute error of iteration times that nobody had looked at while the model was made: 314 predicted blind, of 20 sources,
+#: Mean absolute error of iterations that nobody had looked at while the model was made: 314 predicted blind, of 20 sources,
 #: 16 %, or 18 % where each source counts once, of 2026-11-26. For others it is smaller (``make published``).
 MODEL_ERROR = 0.17
 #: Both ends of the interval.
