@@ -173,8 +173,12 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
         update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
         refresh = TaskId(Kind.REFRESH, unit)
-        home = Kind.WRITE_BACK_STATES if decisions.parameters_with_states else Kind.WRITE_BACK_BACKWARD
-        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(home, unit)
+        moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
+        if decisions.parameters_with_states:  # each part of the states takes its parameters along
+            written_back = update._replace(kind=Kind.WRITE_BACK_STATES)
+            for part in _update_parts(paths, unit):
+                home = part._replace(kind=Kind.WRITE_BACK_STATES), 0
+                faults += chain_faults(paths, (part, 0), home, (TaskId(Kind.PREFETCH_FORWARD, unit), 1))
         fetches = {
             TaskId(Kind.PREFETCH_FORWARD, unit): leaves and not route.stays_after_backward,
             TaskId(Kind.PREFETCH_BACKWARD, unit): leaves and not route.stays_after_forward,
