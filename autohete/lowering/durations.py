@@ -83,9 +83,9 @@ def to_gpu(size_bytes: int, *, pinned: bool = True) -> Duration:
 
 
 @_kept
-def to_host(size_bytes: int, *, pinned: bool = True) -> Duration:
+def to_host(size_bytes: int, *, pinned: bool = True, fresh: bool = False) -> Duration:
     """A copy to the host."""
-    return lambda profile: profile.d2h_seconds(size_bytes, pinned=pinned)
+    return lambda profile: profile.d2h_seconds(size_bytes, pinned=pinned, fresh=fresh)
 
 
 @_kept

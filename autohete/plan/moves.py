@@ -97,6 +97,7 @@ class Move(NamedTuple):
         when: the moment.
         batches: the micro-batches with that moment in which the copy is made.
         pinned: the host's side is pinned memory.
+        fresh: the host's side is pageable memory that nothing has touched yet.
         part: index of the part of the value: of activations, that of :func:`saved_parts`.
     """
 
@@ -108,6 +109,7 @@ class Move(NamedTuple):
     batches: Batches = Batches.LAST
     pinned: bool = True
     part: int = 0
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +234,10 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
                 yield fetch
             if not route.stays_after_forward and has_backward:
                 yield fetch._replace(when=When.BEFORE_BACKWARD)
-    pinned = route.carried.pinned or on_cpu or not route.moves  # a host that updates has pinned room for what comes home
+    pinned = route.carried.pinned or not route.moves  # what is only copied home when it has changed has pinned room there
     if route.moves and not route.stays_after_forward:  # what has not changed as well
-        yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, sizes.parameter_bytes, When.AFTER_FORWARD, Batches.ALL, pinned)
+        size, fresh = sizes.parameter_bytes, route.carried.fresh
+        yield Move(Value.PARAMETERS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_FORWARD, Batches.ALL, pinned, fresh=fresh)
     if not sizes.is_trained:
         return
     moved_later = route.stays_after_backward and route.moves  # after the next forward
@@ -325,7 +328,7 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
         return
     carried = unit.gradients.carried
     size, pinned = carried.bytes_of(sizes.cpu_updated, sizes.element_bytes), carried.pinned
-    last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned)
+    last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned, fresh=carried.fresh)
     if unit.accumulates_on_host:
         summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated
         yield last._replace(size_bytes=summed, batches=Batches.OTHERS, pinned=pinned or unit.sums_pinned)

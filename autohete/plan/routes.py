@@ -43,14 +43,19 @@ class Format:
         pinned: the host side is pinned memory, which may be limited. Copies from pageable memory are slower.
         staged: the copy lands in a staging buffer on the GPU and is cast from there. The staged copies of an iteration share
             one buffer, which is freed when the last of them has ended.
+        fresh: a copy to the host goes to pageable memory that is allocated for it, as by ``tensor.cpu()``. Each page is first
+            touched by the copy, and the kernel has to find and clear it.
     """
 
     element_bytes: int | None = None
     pinned: bool = True
     staged: bool = False
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.fresh and self.pinned:
+            raise InputError("fresh memory is not pinned: give pinned=False with fresh, or leave fresh out")
         if self.element_bytes is not None and not 0 <= self.element_bytes <= 64:
             raise InputError(f"element_bytes is {self.element_bytes}: give 0 to 64 bytes, or None for those of the precision")
 

@@ -19,6 +19,9 @@ A window of ``w`` blocks slides over the model.
   the rest from the other GPUs. What is gathered is dropped after its use instead of copied back. ``replicated``: Megatron's
   data parallelism, which the artifact extends, in which each process holds and updates everything.
 - No CPU work crosses the end of the iteration. The artifact checkpoints every block.
+- Not modelled, a bug: the artifact's CPU Adam gets matrices and updates ``size(0)`` elements of each
+  (``optimizer/cpp/deepspeed/cpu_adam.cpp:402``), one of each row. Its gradients are a buffer that stays zero in fp32
+  (``training.py``, ``_layer_to_cpu_and_gather_grads``). Its logs do not say how fast a CPU updates beside the GPU.
 """
 
 from __future__ import annotations

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 #: A year and a half. Thousands of such tasks in sequence still fit 64-bit nanoseconds.
 LONGEST_TASK_SECONDS = 5e7
+#: Bytes/s at which one thread gets new pages of 4 KiB from Linux (0.9e9 to 4.0e9): the kernel finds, maps and clears each at
+#: its first write, before the copy goes on. The first of three writes of 1 GiB takes 0.50 s longer than the others, 2.1e9
+#: (besthub.dev, "Why Is the First memset So Slow"); 1.01 us a page on a desktop i7 of the 11th generation, 4.0e9
+#: (ddumbying.vercel.app, pagefault-latency); 0.9e9 to 1.2e9 on a busy virtual machine with Linux 6.18, one write a page. As of
+#: 2026-11. Glibc returns blocks of more than 32 MiB to Linux when they are freed, so their pages are new each time.
+FIRST_TOUCH_BANDWIDTH = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +347,10 @@ class Profile:
         """Time to copy ``size_bytes`` to the GPU, alone on the link."""
         return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
 
-    def d2h_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
-        """Time to copy ``size_bytes`` to the host, alone on the link."""
-        return _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+    def d2h_seconds(self, size_bytes: float, *, pinned: bool = True, fresh: bool = False) -> float:
+        """Time to copy ``size_bytes`` to the host, alone on the link; to ``fresh`` memory with its page faults."""
+        seconds = _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+        return seconds + size_bytes / FIRST_TOUCH_BANDWIDTH if fresh else seconds
 
     def place_seconds(self, name: str, size_bytes: float, *, write: bool) -> float:
         """Time to copy ``size_bytes`` from a place of the hardware, or to it, alone."""

@@ -86,7 +86,7 @@ def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
             if way == (HOST_MEMORY, GPU_MEMORY):
                 seconds = h2d(move.size_bytes, pinned=move.pinned)
             elif way == (GPU_MEMORY, HOST_MEMORY):
-                seconds = d2h(move.size_bytes, pinned=move.pinned)
+                seconds = d2h(move.size_bytes, pinned=move.pinned, fresh=move.fresh)
             else:
                 write = move.target not in (GPU_MEMORY, HOST_MEMORY)
                 name = move.target if write else move.source

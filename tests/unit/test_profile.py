@@ -9,6 +9,7 @@ from hypothesis import given
 
 from autohete.hardware import Cpu, Hardware, load_hardware, preset_names
 from autohete.profile import Profile, analytic_profile
+from autohete.profile.costs import FIRST_TOUCH_BANDWIDTH
 from autohete.testing import strategies
 from autohete.workload import BlockRole, Kernels, Precision, Units, Workload, named_workload
 
@@ -164,6 +165,14 @@ def test_copies_are_latency_and_bandwidth() -> None:
         assert seconds(0) == seconds(0, pinned=False) == link.latency_seconds
         assert seconds(25.5e9) == pytest.approx(25.5e9 / link.bandwidth + link.latency_seconds)
         assert seconds(25.5e9, pinned=False) == pytest.approx(25.5e9 / link.pageable_bandwidth + link.latency_seconds)
+
+
+def test_a_copy_to_new_pages_waits_for_the_kernel() -> None:
+    """Page faults add their time to a copy to memory that nothing has touched, whatever the link."""
+    profile = analytic_profile(named_workload("gpt-2b"), A100)
+    assert profile.d2h_seconds(0, pinned=False, fresh=True) == A100.d2h.latency_seconds
+    faults = profile.d2h_seconds(8e9, pinned=False, fresh=True) - profile.d2h_seconds(8e9, pinned=False)
+    assert faults == pytest.approx(8e9 / FIRST_TOUCH_BANDWIDTH) == pytest.approx(4.0)
 
 
 def test_a_cpu_update_is_the_traffic_of_its_kernels() -> None:
