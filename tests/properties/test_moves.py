@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autohete.errors import InputError
 from autohete.lowering import lower
 from autohete.lowering.footprint import pinned_memory
 from autohete.lowering.frozen import without_frozen
@@ -190,6 +191,25 @@ def test_what_the_cpu_updates_crosses_the_link_once_each_way() -> None:
         Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 200, When.AFTER_BACKWARD, Batches.OTHERS),
         Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, 400, When.AFTER_BACKWARD),
     ]
+
+
+def test_only_copies_home_touch_new_pages() -> None:
+    """What moves home after each pass needs neither pinned room nor old pages there, even if the CPU updates."""
+    new = Format(pinned=False, fresh=True)
+    unit = UnitPlan(
+        parameters=Route(HOST_MEMORY, carried=new, moves=True),
+        update=Update(Processor.CPU),
+        gradients=Route(HOST_MEMORY, carried=new),
+    )
+    sizes = UnitSizes(2, Value.PARAMETERS, 200, True, 100, 100, 0, 0, 100, 0, 1200, 0, 0, 7, 50)
+    found = list(moves(unit, sizes))
+    assert {(move.value, move.target) for move in found if move.fresh} == {
+        (Value.PARAMETERS, HOST_MEMORY),
+        (Value.GRADIENTS, HOST_MEMORY),
+    }
+    assert not any(move.pinned for move in found)
+    with pytest.raises(InputError, match="pinned=False"):
+        Format(fresh=True)
 
 
 def test_states_on_drives_pass_through_the_host() -> None:
