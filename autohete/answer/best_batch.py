@@ -103,15 +103,16 @@ class _Rate:
                 judged = judge.estimate(found)
             except AutoHeteError:  # does not fit, or cannot plan this
                 continue
-            if judged.verdict is Verdict.OK and judged.seconds < best:
-                best, plan = judged.seconds, found
+            seconds = judged.seconds / found.batches(self.hardware.gpus)
+            if judged.verdict is Verdict.OK and seconds < best:
+                best, plan = seconds, found
         rates: dict[int, float] = {}
         times = self.workload.micro_batches
         while plan is not None and times >= 1:
             fewer = profile if times == self.workload.micro_batches else profile.with_micro_batches(times)
             judged = judge_for(fewer).estimate(plan)
             if judged.verdict is Verdict.OK:
-                tokens = fewer.workload.samples * self.workload.sequence_length * self.hardware.gpus
+                tokens = fewer.workload.samples * self.workload.sequence_length * plan.batches(self.hardware.gpus)
                 rates[times] = tokens / judged.seconds
             times = times // 2 if self.fewer else 0
         return _Found(self.workload, rates)

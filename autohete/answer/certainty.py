@@ -56,7 +56,8 @@ class Drawn:
     moved: Mapping[str, str]
 
     def __call__(self) -> tuple[float, float | None, str]:
-        """The times of both plans, and the memory that is too small for the recommended one; empty if it fits.
+        """The time of an iteration of the recommended plan, that in which the other trains as many tokens, and the memory that
+        is too small for the recommended plan; empty if it fits.
 
         Sizes of GPU memory decide whether the plan fits, not how long it takes.
         """
@@ -65,7 +66,10 @@ class Drawn:
         hardware = self.site.hardware(rates)
         profile = analytic_profile(self.simulation.profile.workload, hardware)
         found = simulate_again(self.simulation, profile)
-        other = None if self.staying is None else simulate_again(self.staying, profile).iteration_seconds
+        other = None
+        if self.staying is not None:
+            tokens = found.tokens_per_second * found.iteration_seconds
+            other = tokens / simulate_again(self.staying, profile).tokens_per_second
         whole, reserved = (
             parse_quantity(sizes[name], "bytes") if name in sizes else now
             for name, now in (("memory", hardware.gpu.memory_bytes), ("reserved_memory", hardware.gpu.reserved_bytes))

@@ -88,10 +88,14 @@ def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """
     order = sorted(
         candidates,
-        key=lambda each: (each.seconds, each.fits and (not each.stays, each.name.partition(":")[0] == JOINT), each.name),
+        key=lambda each: (
+            each.seconds_per_token,
+            each.fits and (not each.stays, each.name.partition(":")[0] == JOINT),
+            each.name,
+        ),
     )
-    limit = order[0].seconds * (1 + NOISE)
-    stays = [each for each in order if each.fits and each.stays and each.seconds <= limit]
+    limit = order[0].seconds_per_token * (1 + NOISE)
+    stays = [each for each in order if each.fits and each.stays and each.seconds_per_token <= limit]
     if stays:
         simplest = min(stays, key=_effort)
         order.remove(simplest)

@@ -64,6 +64,11 @@ class Candidate:
         return float("inf") if self.summary.iteration_seconds is None else self.summary.iteration_seconds
 
     @property
+    def seconds_per_token(self) -> float:
+        """Time of a token on all GPUs, by which policies are compared; infinite if it does not train."""
+        return 1 / self.summary.tokens_per_second if self.summary.tokens_per_second else float("inf")
+
+    @property
     def stays(self) -> bool:
         """Whether nothing ever leaves the GPU: the plan does not offload, although it may recompute."""
         return self.plan is not None and not any(
@@ -78,7 +83,7 @@ class Candidate:
 
 def fastest_staying(candidates: Iterable[Candidate]) -> Candidate | None:
     """The fastest of some candidates that fits and moves nothing, or None."""
-    return min((each for each in candidates if each.fits and each.stays), key=lambda each: each.seconds, default=None)
+    return min((each for each in candidates if each.fits and each.stays), key=lambda each: each.seconds_per_token, default=None)
 
 
 @dataclass(frozen=True, slots=True)

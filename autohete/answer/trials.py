@@ -170,7 +170,7 @@ def gains(
         tried, results: the trials, and the result of each.
     """
     tokens = _tokens(profile)
-    now = min((each.seconds / tokens for each in candidates if each.fits), default=None)
+    now = min((each.seconds_per_token for each in candidates if each.fits), default=None)
     found = []
     for change in changes:
         here = [result for trial, result in zip(tried, results, strict=True) if trial.change == change]

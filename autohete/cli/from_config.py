@@ -103,8 +103,8 @@ def _faster(answer: Answer, than: Candidate, frameworks: tuple[str, ...]) -> Can
     able = [
         each for each in answer.candidates if each.fits and ({*frameworks} & {*each.runs_in} if frameworks else each.runs_in)
     ]
-    best = min(able, key=lambda each: each.seconds, default=None)
-    return best if best is not None and best.seconds < than.seconds * (1 - NOISE) else None
+    best = min(able, key=lambda each: each.seconds_per_token, default=None)
+    return best if best is not None and best.seconds_per_token < than.seconds_per_token * (1 - NOISE) else None
 
 
 def _changes(read: ReadConfig, answer: Answer, now: Candidate, then: Candidate) -> tuple[KeyChange, ...]:

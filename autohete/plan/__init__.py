@@ -265,6 +265,10 @@ class Plan(Hashed):
         """The number of ranks that compute different units; 1 if all compute all."""
         return 1 + max((unit.rank or 0 for unit in self.units), default=0)
 
+    def batches(self, gpus: int) -> int:
+        """The number of batches that ``gpus`` GPUs train at a time: one each, but stages of a pipeline share one."""
+        return 1 if self.is_pipeline else gpus
+
     def in_slot(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` live in a slot with its parameters."""
         return self.slots is not None and self.slots.with_gradients and self.units[unit].parameters.leaves

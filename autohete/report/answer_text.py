@@ -109,12 +109,13 @@ def offload_text(answer: Answer, best: Candidate) -> str:
     if offloading is Offloading.UNDECIDED:
         return f"It is not certain that offloading pays: {alone}, which is within the uncertainty. Measure both."
     recomputes = best.plan is not None and best.plan.checkpointed_units
-    fastest = min(answer.candidates, key=lambda each: each.seconds)
+    fastest = min(answer.candidates, key=lambda each: each.seconds_per_token)
     gain = ""
-    if fastest.seconds < best.seconds:
+    if fastest.seconds_per_token < best.seconds_per_token:
         gain = (
-            f" Offloading ({fastest.name}) would save {100 * (1 - fastest.seconds / best.seconds):.2f} %, which is less than "
-            f"the {100 * NOISE:.0f} % that this page tells apart."
+            f" Offloading ({fastest.name}) would save "
+            f"{100 * (1 - fastest.seconds_per_token / best.seconds_per_token):.2f} %, which is less than the "
+            f"{100 * NOISE:.0f} % that this page tells apart."
         )
     return f"Do not offload: everything fits on the GPU{' with recomputation' if recomputes else ''}, and that is best.{gain}"
 
@@ -317,10 +318,10 @@ def _runs_in(each: Candidate) -> str:
 
 
 def _slower(each: Candidate, best: Candidate) -> str:
-    share = each.seconds / best.seconds - 1
+    share = each.seconds_per_token / best.seconds_per_token - 1
     if abs(share) < NOISE:
         return f"as fast, within {100 * NOISE:.0f} %"
-    return format_ratio(each.seconds, best.seconds)
+    return format_ratio(each.seconds_per_token, best.seconds_per_token)
 
 
 def _shortage(summary: Summary) -> str:

@@ -298,7 +298,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     if first.gpus > 1:
         print_text(
             out,
-            "each GPU has this batch, this plan (or a stage of it, if that is a pipeline) and an equal part of its host; "
+            "each GPU has this batch and this plan, but stages of a pipeline share them; each has an equal part of its host; "
             "samples/s and tokens/s are those of all GPUs",
         )
     for note in dict.fromkeys(note for s in summaries for note in s.notes):

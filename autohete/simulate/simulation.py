@@ -128,7 +128,7 @@ class Simulation:
     @property
     def samples_per_second(self) -> float:
         """Sequences per second on all GPUs."""
-        batches = 1 if self.plan.is_pipeline else self.profile.hardware.gpus  # a pipeline has one batch
+        batches = self.plan.batches(self.profile.hardware.gpus)
         return self.profile.workload.samples * batches / self.iteration_seconds
 
     @property
@@ -139,7 +139,7 @@ class Simulation:
     @property
     def tflops_per_gpu(self) -> float:
         """Model TFLOP/s, not counting recomputation."""
-        shared_by = self.profile.hardware.gpus if self.plan.is_pipeline else 1
+        shared_by = self.profile.hardware.gpus // self.plan.batches(self.profile.hardware.gpus)
         return self.profile.workload.model_flops / shared_by / self.iteration_seconds * 1e-12
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -13,21 +13,25 @@ from hypothesis import strategies as st
 from support.paper import profile_with
 
 from autohete.analysis.usage import Cause, usage
+from autohete.answer.policies import Judged, ranked
 from autohete.errors import InputError
 from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPlan, Update
+from autohete.policies import parse_policy
+from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
-from autohete.simulate import simulate_plan
+from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
-from autohete.workload import BlockRole, Workload
+from autohete.workload import BlockRole, Workload, named_workload
 
 PLENTY = 2**40
+NODE = load_hardware("a100-40gb-epyc7543p")
 #: Of five units, ranks 0 and 1 compute two and three.
 RANKS = (0, 0, 1, 1, 1)
 
@@ -299,3 +303,47 @@ def test_memories_of_ranks_are_counted_apart() -> None:
         profile, hardware=replace(profile.hardware, gpu=replace(profile.hardware.gpu, memory_bytes=peaks["gpu.1"] - 1))
     )
     assert str(simulate_plan(small, plan).verdict) == "gpu.1-out-of-memory"
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.data())
+def test_even_stages_are_the_shortest(seconds: list[int], data: st.DataObject) -> None:
+    """No other cut into as many stages has a shorter longest stage, each stage has a unit, and they are consecutive."""
+    stages = data.draw(st.integers(1, len(seconds)))
+    ranks = even_stages(seconds, stages)
+    assert ranks == sorted(ranks)
+    assert set(ranks) == set(range(stages))
+    longest = max(sum(each for each, rank in zip(seconds, ranks, strict=True) if rank == stage) for stage in range(stages))
+    cuts = ((0, *some, len(seconds)) for some in combinations(range(1, len(seconds)), stages - 1))
+    assert longest == min(max(sum(seconds[a:b]) for a, b in pairwise(cut)) for cut in cuts)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
+def test_stages_have_as_many_blocks(gpus: int) -> None:
+    """The first stage has the embedding as well and the last one the head; on one GPU no unit has a rank."""
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=8, tied_embeddings=False), NODE.shared_by(gpus))
+    plan = parse_policy("pipeline:checkpointing=full").plan(profile, judge_for(profile))
+    ranks = [unit.rank for unit in plan.units]
+    if gpus == 1:
+        assert ranks == [None] * 10
+        return
+    assert (ranks[0], ranks[-1]) == (0, gpus - 1)
+    blocks = Counter(ranks[1:-1])
+    assert sum(blocks.values()) == 8
+    assert max(blocks.values()) - min(blocks.values()) <= 1
+
+
+def test_pipelines_are_compared_by_tokens() -> None:
+    """A pipeline, whose GPUs share a batch, is not taken for faster than GPUs that have one each because it ends earlier."""
+    workload = named_workload("gpt-2b", transformer_blocks=8, tied_embeddings=False, batch_size=2, micro_batches=2)
+    profile = analytic_profile(workload, NODE.shared_by(4))
+    found = [Judged(profile, (name,))() for name in ("pipeline", "resident:zero_stage=3")]
+    assert found[0].seconds < found[1].seconds
+    assert found[0].seconds_per_token > found[1].seconds_per_token
+    assert [each.name for each in ranked(found)] == ["resident:zero_stage=3", "pipeline"]
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    """With how many GPUs there can be."""
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=3, tied_embeddings=False), NODE.shared_by(4))
+    with pytest.raises(InputError, match="at most 3 GPUs"):
+        parse_policy("pipeline").plan(profile, judge_for(profile))
