@@ -412,8 +412,8 @@ def test_the_documented_gains_are_those_of_the_file() -> None:
 @pytest.mark.slow
 def test_an_8b_model_in_two_micro_batches_trains_within_10_gib() -> None:
     """Sums that rest on the host, states in parts and waits for memory: Llama-3.1-8B with 65,536 tokens in two micro-batches
-    and updates on the GPU runs in 9.8 GiB of an H100, predicted within 2 % of the 10,209 tokens/s that another system was
-    measured at, or faster.
+    and updates on the GPU runs in 9.8 GiB of an H100, predicted with at least 98 % of the 10,209 tokens/s that another system
+    was measured at.
     """
     training = Training(optimizer=Optimizer.ADAMW_PURE_BF16)
     llama = replace(
