@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InputError, check_fields
@@ -42,6 +43,9 @@ from autohete.schedule import GPU_MEMORY, Kind
 #: What the torch runtime costs the host besides a plain loop: 0.25 and 0.31 ms for the passes of a block of GPT on a core whose
 #: operations take 3.4 us with their launch (benchmarks/README.md, cost of the runtime).
 _EXECUTOR = Hooks((6, 0), (8, 0))
+
+#: What searches with a judge have found: that without priority is one of two with it.
+_searched: WeakKeyDictionary[Judge, dict[tuple[AutoHete, Profile], Plan | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,12 @@ class AutoHete:
 
     def _fastest(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
         """The fastest plan that the search comes across. None if none of them fits."""
+        searched = _searched.setdefault(judge, {})
+        if (self, profile) not in searched:
+            searched[self, profile] = self._search(profile, program, judge)
+        return searched[self, profile]
 
+    def _search(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
         def judged(by: Judge, counts: Counts, way: Way) -> Judgement:
             return by(self.plan_for(profile, counts, way))
 
