@@ -158,7 +158,11 @@ class AutoHete:
     def plan_for(self, profile: Profile, counts: Counts, way: Way = USUAL) -> Plan:
         """The plan for the given counts, with tuned prefetches unless they are off."""
         plan = replace(self._untuned(profile, counts), memory_waits=way.waits)
-        return replace(plan, units=tune_prefetches(profile, plan)) if way.tuned and self.prefetch_tuning else plan
+        if not (way.tuned and self.prefetch_tuning):
+            return plan
+        # With its rules, the order of priority changes no wait, so what is tuned for one order is for the other.
+        in_order = replace(plan, rules=tuple(rule for rule in plan.rules if rule != ByPriority()), memory_waits=False)
+        return replace(plan, units=tune_prefetches(profile, in_order))
 
     def _untuned(self, profile: Profile, counts: Counts) -> Plan:
         """The plan for the given counts. Each prefetch overlaps the pass before its own."""
