@@ -470,7 +470,7 @@ def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the judge has simulated is the answer: no plan is executed a second time, whatever its name, and no search runs twice."""
+    """What the judge has simulated is the answer: no plan is executed twice, whatever its name, and no search made twice."""
     executed: list[Schedule] = []
     run = SimExecutor.run
 
