@@ -16,14 +16,13 @@ from autohete.calibrate.operators import Operator, is_causal, is_counted, shapes
 from autohete.calibrate.recorded import (
     COLLECTIVE,
     NODE,
-    WAITS,
     GpuWork,
     HostRange,
+    Reading,
     RecordedRun,
     Work,
     check_length,
     number,
-    only_busiest,
 )
 from autohete.errors import InputError
 from autohete.printable import shown
@@ -135,12 +134,7 @@ class _Reader:
     device: bool
     events: int = 0
     origin: float | None = None
-    threads: dict[str, int] = field(default_factory=dict)
-    issued: dict[int, tuple[int, float]] = field(default_factory=dict)
-    work: list[tuple[int | None, GpuWork]] = field(default_factory=list)
-    ranges: list[HostRange] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    waits: list[tuple[int, float, float]] = field(default_factory=list)
+    found: Reading = field(default_factory=Reading)
     cpu: list[tuple[int, float, float]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -162,14 +156,11 @@ class _Reader:
         if category in _WORK:
             self._on_gpu(name, start, start + length, args, where, is_set=category in _SETS)
             return
-        thread = self.threads.setdefault(f"{event.get('pid')} {event.get('tid')}", len(self.threads))
+        thread = self.found.thread(f"{event.get('pid')} {event.get('tid')}")
         if category in _CALLS:
-            if (correlation := _whole(args, "correlation", where)) is not None:
-                self.issued[correlation] = thread, start
-            if WAITS.search(name):
-                self.waits.append((thread, start, start + length))
+            self.found.call(name, thread, start, start + length, _whole(args, "correlation", where))
         elif category == "user_annotation" or (category == "cpu_op" and name.startswith(NODE)):
-            self.ranges.append(HostRange(start, start + length, thread, name))
+            self.found.ranges.append(HostRange(start, start + length, thread, name))
         if category == "cpu_op":
             if self.device:
                 self.cpu.append((thread, start, start + length))
@@ -180,7 +171,7 @@ class _Reader:
         shapes, types, concrete = (args.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
         if (found := shapes_of(shapes)) is not None and isinstance(types, list):
             causal = is_causal(name, concrete)
-            self.operators.append(Operator(start, end, thread, name, found, tuple(map(str, types)), causal))
+            self.found.operators.append(Operator(start, end, thread, name, found, tuple(map(str, types)), causal))
 
     def _on_gpu(self, name: str, start: float, end: float, args: dict[str, Any], where: str, *, is_set: bool) -> None:
         size, work, pinned = 0, Work.KERNEL, True
@@ -191,33 +182,16 @@ class _Reader:
         elif COLLECTIVE.search(name):
             size, work = _bus_bytes(args, where), Work.COLLECTIVE
         stream, device = _whole(args, "stream", where) or 0, _whole(args, "device", where) or 0
-        found = GpuWork(work, start, end, stream, float("nan"), -1, size, pinned, device)
-        self.work.append((_whole(args, "correlation", where), found))
+        found = GpuWork(work, start, end, stream, bytes=size, pinned=pinned, device=device)
+        self.found.work.append((_whole(args, "correlation", where), found))
 
     def recorded(self, name: str, date: str) -> RecordedRun:
-        work = []
-        for correlation, one in self.work:
-            thread, issued = self.issued.get(-1 if correlation is None else correlation, (-1, float("nan")))
-            work.append(one._replace(thread=thread, issued=issued))
+        gpu = _properties(self.about.get("deviceProperties"))
         if self.device:
-            work = _outermost(self.cpu)
-        kept, remarks = only_busiest(work)
-        gpu, memory, multiprocessors = _properties(self.about.get("deviceProperties"))
+            self.found.work, gpu = [(None, one) for one in _outermost(self.cpu)], ("", 0, 0)
         spread = self.about.get("distributedInfo")
         size = spread.get("world_size") if isinstance(spread, dict) else None
-        return RecordedRun(
-            name,
-            date,
-            tuple(kept),
-            tuple(sorted(self.ranges)),
-            tuple(sorted(self.operators)),
-            tuple(sorted(self.waits)),
-            "" if self.device else gpu,
-            0 if self.device else memory,
-            0 if self.device else multiprocessors,
-            size if type(size) is int and 0 < size < 10**6 else 1,
-            remarks,
-        )
+        return self.found.recorded(name, date, gpu, size if type(size) is int and 0 < size < 10**6 else 1)
 
 
 def _whole(args: dict[str, Any], key: str, where: str) -> int | None:
@@ -243,7 +217,7 @@ def _outermost(calls: list[tuple[int, float, float]]) -> list[GpuWork]:
     work, ends = [], dict[int, float]()
     for thread, start, end in sorted(calls, key=lambda call: (call[0], call[1], -call[2])):
         if start >= ends.get(thread, -1.0):
-            work.append(GpuWork(Work.KERNEL, start, end, thread, float("nan"), thread))
+            work.append(GpuWork(Work.KERNEL, start, end, thread, thread=thread))
             ends[thread] = end
     return work
 

@@ -15,14 +15,13 @@ from urllib.parse import quote
 from autohete.calibrate.operators import Operator, is_counted
 from autohete.calibrate.recorded import (
     COLLECTIVE,
-    WAITS,
     GpuWork,
     HostRange,
+    Reading,
     RecordedRun,
     Work,
     check_length,
     number,
-    only_busiest,
 )
 from autohete.errors import InputError
 from autohete.printable import shown
@@ -93,41 +92,33 @@ def _shapes(name: str) -> Operator | None:
 
 
 def _recorded(export: _Export, name: str, date: str) -> RecordedRun:
+    reading = Reading()
     runtime = export.timed("CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId", "globalTid", "nameId")
-    issued, waits, threads = {}, [], dict[object, int]()
     for start, end, (correlation, thread, call) in runtime:
-        number_of = threads.setdefault(thread, len(threads))
-        issued[correlation] = number_of, start
-        if WAITS.search(export.strings.get(call, "")):
-            waits.append((number_of, start, end))
-    work, unknown = [], (-1, float("nan"))
+        reading.call(export.strings.get(call, ""), reading.thread(thread), start, end, correlation)
     for start, end, (correlation, stream, device, long, short) in export.timed(
         "CUPTI_ACTIVITY_KIND_KERNEL", "correlationId", "streamId", "deviceId", "demangledName", "shortName"
     ):
-        thread, launched = issued.get(correlation, unknown)
         text = export.strings.get(long) or export.strings.get(short, "")
         kind = Work.COLLECTIVE if COLLECTIVE.search(text) else Work.KERNEL
         where = _whole(stream, "streamId"), _whole(device, "deviceId")
-        work.append(GpuWork(kind, start, end, where[0], launched, thread, device=where[1]))
+        reading.work.append((correlation, GpuWork(kind, start, end, where[0], device=where[1])))
     pageable = export.pageable()
     for start, end, (correlation, stream, device, size, kind, source, target) in export.timed(
         "CUPTI_ACTIVITY_KIND_MEMCPY", "correlationId", "streamId", "deviceId", "bytes", "copyKind", "srcKind", "dstKind"
     ):
-        thread, launched = issued.get(correlation, unknown)
         pinned = source not in pageable and target not in pageable
         where = _whole(stream, "streamId"), _whole(device, "deviceId")
         direction, moved = _COPIES.get(kind, Work.D2D), _whole(size, "bytes")
-        work.append(GpuWork(direction, start, end, where[0], launched, thread, moved, pinned, where[1]))
-    ranges, operators = [], []
+        copy = GpuWork(direction, start, end, where[0], bytes=moved, pinned=pinned, device=where[1])
+        reading.work.append((correlation, copy))
     for start, end, (text, key, thread) in export.timed("NVTX_EVENTS", "text", "textId", "globalTid"):
         label = str(text) if text is not None else export.strings.get(key, "")
-        number_of = threads.setdefault(thread, len(threads))
-        ranges.append(HostRange(start, end, number_of, label))
+        number_of = reading.thread(thread)
+        reading.ranges.append(HostRange(start, end, number_of, label))
         if (shaped := _shapes(label)) is not None:
-            operators.append(shaped._replace(start=start, end=end, thread=number_of))
-    kept, remarks = only_busiest(work)
-    columns = tuple(sorted(ranges)), tuple(sorted(operators)), tuple(sorted(waits))
-    return RecordedRun(name, date, tuple(kept), *columns, *export.gpu(), remarks=remarks)
+            reading.operators.append(shaped._replace(start=start, end=end, thread=number_of))
+    return reading.recorded(name, date, export.gpu())
 
 
 def read_nsys(path: str, name: str, date: str) -> RecordedRun:

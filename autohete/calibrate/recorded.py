@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -46,8 +47,8 @@ class GpuWork(NamedTuple):
     start: float
     end: float
     stream: int
-    issued: float
-    thread: int
+    issued: float = math.nan
+    thread: int = -1
     bytes: int = 0
     pinned: bool = True
     device: int = 0
@@ -119,6 +120,53 @@ def check_length(seconds: float, what: str) -> None:
     """
     if not math.isfinite(seconds) or seconds > _LONGEST_SECONDS:
         raise InputError(f"{what} lasts {seconds:.3g} s, longer than any training step: its times are damaged")
+
+
+@dataclass(slots=True)
+class Reading:
+    """What has been read of a recording, in any order.
+
+    Args:
+        threads: numbers of the threads.
+        issued: thread and start of each call that launched work, by the key that the work has, too.
+        work: of all GPUs, each with the key of its launch; None if it has none.
+        ranges, operators, waits: see :class:`RecordedRun`.
+    """
+
+    threads: dict[Hashable, int] = field(default_factory=dict)
+    issued: dict[int, tuple[int, float]] = field(default_factory=dict)
+    work: list[tuple[int | None, GpuWork]] = field(default_factory=list)
+    ranges: list[HostRange] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    waits: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def thread(self, key: Hashable) -> int:
+        """The number of a thread."""
+        return self.threads.setdefault(key, len(self.threads))
+
+    def call(self, name: str, thread: int, start: float, end: float, launched: int | None) -> None:
+        """Add a call of the GPU's runtime."""
+        if launched is not None:
+            self.issued[launched] = thread, start
+        if WAITS.search(name):
+            self.waits.append((thread, start, end))
+
+    def recorded(self, name: str, date: str, gpu: tuple[str, int, int], gpus: int = 1) -> RecordedRun:
+        """The recording of the busiest GPU.
+
+        Args:
+            name, date: of the file.
+            gpu: name, memory and multiprocessors.
+            gpus: number of processes that trained together.
+        """
+        work = [one for _, one in self.work]
+        for place, (key, one) in enumerate(self.work):
+            if key in self.issued:
+                thread, issued = self.issued[key]
+                work[place] = one._replace(thread=thread, issued=issued)
+        kept, remarks = only_busiest(work)
+        columns = tuple(sorted(self.ranges)), tuple(sorted(self.operators)), tuple(sorted(self.waits))
+        return RecordedRun(name, date, tuple(kept), *columns, *gpu, gpus, remarks)
 
 
 def only_busiest(work: list[GpuWork]) -> tuple[list[GpuWork], tuple[str, ...]]:

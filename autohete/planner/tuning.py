@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from autohete.lowering import lower
 from autohete.plan import Plan, UnitPlan
@@ -20,6 +21,7 @@ _PREFETCHES = (Kind.PREFETCH_FORWARD, Kind.PREFETCH_BACKWARD)
 PASSES = (Kind.FORWARD, Kind.LOSS, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
+@lru_cache(maxsize=256)  # a search for the other order tunes the same plans
 def tune_prefetches(profile: Profile, plan: Plan) -> tuple[UnitPlan, ...]:
     """The plan's units with prefetch distances as large as memory allows and time requires."""
     if not plan.offloaded_parameter_units:

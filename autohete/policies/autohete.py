@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from autohete.analysis.memory_waits import least_bytes
 from autohete.errors import InputError, check_fields
@@ -42,6 +43,9 @@ from autohete.schedule import GPU_MEMORY, Kind
 #: What the torch runtime costs the host besides a plain loop: 0.25 and 0.31 ms for the passes of a block of GPT on a core whose
 #: operations take 3.4 us with their launch (benchmarks/README.md, cost of the runtime).
 _EXECUTOR = Hooks((6, 0), (8, 0))
+
+#: What searches with a judge have found: that without priority is one of two with it.
+_searched: WeakKeyDictionary[Judge, dict[tuple[AutoHete, Profile], Plan | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,12 @@ class AutoHete:
 
     def _fastest(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
         """The fastest plan that the search comes across. None if none of them fits."""
+        searched = _searched.setdefault(judge, {})
+        if (self, profile) not in searched:
+            searched[self, profile] = self._search(profile, program, judge)
+        return searched[self, profile]
 
+    def _search(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
         def judged(by: Judge, counts: Counts, way: Way) -> Judgement:
             return by(self.plan_for(profile, counts, way))
 
@@ -149,7 +158,11 @@ class AutoHete:
     def plan_for(self, profile: Profile, counts: Counts, way: Way = USUAL) -> Plan:
         """The plan for the given counts, with tuned prefetches unless they are off."""
         plan = replace(self._untuned(profile, counts), memory_waits=way.waits)
-        return replace(plan, units=tune_prefetches(profile, plan)) if way.tuned and self.prefetch_tuning else plan
+        if not (way.tuned and self.prefetch_tuning):
+            return plan
+        # With its rules, the order of priority changes no wait, so what is tuned for one order is for the other.
+        in_order = replace(plan, rules=tuple(rule for rule in plan.rules if rule != ByPriority()), memory_waits=False)
+        return replace(plan, units=tune_prefetches(profile, in_order))
 
     def _untuned(self, profile: Profile, counts: Counts) -> Plan:
         """The plan for the given counts. Each prefetch overlaps the pass before its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from autohete.plan import Plan
 from autohete.plan.policy import Judgement, Verdict
@@ -37,6 +38,10 @@ class SimulatingJudge:
         self._fastest = math.inf
         if profile.workload.micro_batches > _SIMULATED:
             self._fewer = SimulatingJudge(profile.with_micro_batches(2)), SimulatingJudge(profile.with_micro_batches(3))
+
+    def forget_simulations(self) -> None:
+        """Keep what is known of the plans alone: the simulations are another policy's."""
+        self._best = self._last = None
 
     def __call__(self, plan: Plan) -> Judgement:
         """Return time and memory of ``plan``."""
@@ -101,5 +106,16 @@ def _beginning_later(simulation: Simulation) -> float:
 
 
 def judge_for(profile: Profile) -> SimulatingJudge:
-    """Return a judge of plans for ``profile``."""
+    """Return a judge of plans for ``profile``. It remembers what it simulated for the policies before, except where it
+    estimates: there, an estimate depends on the plans before.
+    """
+    if profile.workload.micro_batches > _SIMULATED:
+        return SimulatingJudge(profile)
+    judge = _judge_of(profile)
+    judge.forget_simulations()
+    return judge
+
+
+@lru_cache(maxsize=2)
+def _judge_of(profile: Profile) -> SimulatingJudge:
     return SimulatingJudge(profile)

@@ -49,18 +49,7 @@ class TensorSizes:
                 return [size]
 
     def _counts(self, unit: int, *, trained: bool) -> list[int]:
-        """Elements of each parameter of a unit, or of each that is trained."""
-        w = self.profile.workload
-        if isinstance(w, TracedWorkload):
-            return [one.count for one in w.table.unit(unit).parameters if not (trained and one.frozen)]
-        adapters = [product.parameters for product in w.adapter_products(unit)]
-        if trained and not w.trains_base(unit):
-            return adapters
-        matrices = [layer.shape.parameters for layer in w.linear_layers(unit)]
-        if not w.is_inner(unit) and not (unit and w.tied_embeddings):
-            matrices = [w.vocabulary_size * w.hidden_size]
-        rest = w.unit_parameters(unit) - sum(matrices) - sum(adapters)
-        return [*matrices, *adapters, *([rest] if rest > 0 else [])]
+        return [one.parameters for one in self.profile.workload.tensors(unit, trained=trained)]
 
     def _kept(self, unit: int, size: int) -> list[int]:
         """What a forward keeps, operation by operation, and what ``size`` has besides, or the same if it is less."""

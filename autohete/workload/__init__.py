@@ -447,13 +447,18 @@ class Workload(Hashed):
         is_muon = self.training.optimizer in (Optimizer.MUON, Optimizer.MUON_PURE_BF16)
         return () if outer or is_muon else (Product(self.vocabulary_size, self.hidden_size),)
 
-    def trained_tensors(self, unit: int) -> tuple[int, ...]:
-        """Elements of each trained tensor of the unit, as ``transformers`` has them. Those of no matrix count as one."""
-        layers = [layer.shape for layer in self.linear_layers(unit)] if self.trains_base(unit) else []
-        matrices = layers or self.trained_matrices(unit)
-        sizes = [one.parameters // one.matrices for one in matrices for _ in range(one.matrices)]
-        rest = self.unit_parameters(unit) - self.frozen_parameters(unit) - sum(sizes)
-        return (*sizes, *([rest] if rest else []))
+    def tensors(self, unit: int, *, trained: bool = False) -> tuple[Product, ...]:
+        """The unit's parameters, or those that are trained: its matrices, as ``transformers`` has them, with the matrices of
+        alike experts in one product; and what is of no matrix, as one.
+        """
+        adapters = self.adapter_products(unit)
+        if trained and not self.trains_base(unit):
+            return adapters
+        matrices = (*(layer.shape for layer in self.linear_layers(unit)), *adapters)
+        if not self.is_inner(unit) and not (unit and self.tied_embeddings):
+            matrices = (Product(self.vocabulary_size, self.hidden_size),)
+        rest = self.unit_parameters(unit) - sum(one.parameters for one in matrices)
+        return (*matrices, *([Product(rest, 1)] if rest else []))
 
     def _adapter_parameters(self, unit: int) -> int:
         return sum(product.parameters for product in self.adapter_products(unit))

@@ -66,8 +66,8 @@ class TracedWorkload(Workload):
     def frozen_parameters(self, unit: int) -> int:
         return sum(one.count for one in self.table.unit(unit).parameters if one.frozen)
 
-    def trained_tensors(self, unit: int) -> tuple[int, ...]:
-        return tuple(one.count for one in self.table.unit(unit).parameters if not one.frozen)
+    def tensors(self, unit: int, *, trained: bool = False) -> tuple[Product, ...]:
+        return tuple(Product(one.count, 1) for one in self.table.unit(unit).parameters if not (trained and one.frozen))
 
     def trained_matrices(self, unit: int) -> tuple[Product, ...]:
         if not self.is_inner(unit) and self.training.optimizer in (Optimizer.MUON, Optimizer.MUON_PURE_BF16):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def case(path: Path) -> Case:
 CASES = {path.stem: case(path) for path in sorted(GOLDEN.glob("*.txt"))}
 
 
+@lru_cache
 def simulated(name: str) -> Simulation:
     asked = CASES[name]
     profile = profile_with(

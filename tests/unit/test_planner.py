@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -336,15 +337,23 @@ KNOWN = [
 ]
 
 
+@lru_cache
+def planned(known: Known) -> tuple[Plan, Judgement]:
+    """Its plan, and how that is judged."""
+    judge = judge_for(profile := known.profile())
+    plan = AutoHete().plan(profile, judge)
+    return plan, judge(plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.blocks}x{known.hidden}-{known.node}-{known.memory}")
 def test_a_plan_of_real_size_is_within_a_percent_of_the_best_known(known: Known) -> None:
     """The plan is at most 1 % slower than the best that is known, which its bound is not above."""
-    profile, policy = known.profile(), AutoHete()
-    judge = judge_for(profile)
-    plan, best = policy.plan(profile, judge), judge(policy.plan_for(profile, known.best))
+    plan, found = planned(known)
+    profile = known.profile()
+    best = judge_for(profile)(AutoHete().plan_for(profile, known.best))
     assert best.verdict is Verdict.OK
-    assert judge(plan).seconds <= best.seconds * 1.01
+    assert found.seconds <= best.seconds * 1.01
     assert plan.bound_seconds is not None
     assert plan.bound_seconds <= best.seconds
 
@@ -376,7 +385,7 @@ def starved(hardware: Hardware) -> bool:
 @pytest.mark.parametrize("seed", range(1000, 1100 if WIDE else 1004))
 def test_better_hardware_never_makes_it_slower(seed: int) -> None:
     """With more memory, a faster link or a faster CPU the planned iteration is at most 1 % longer."""
-    setting = draw_setting(seed, most_blocks=48 if WIDE else 24)
+    setting = draw_setting(seed, most_blocks=48 if WIDE else 20)
     worse, factor = setting.profile.hardware, 1 + 10 ** random.Random(seed).uniform(-2.5, 0)
 
     def seconds(hardware: Hardware) -> float:
@@ -397,10 +406,8 @@ def test_better_hardware_never_makes_it_slower(seed: int) -> None:
 @pytest.mark.slow
 def test_more_gpu_memory_is_never_slower() -> None:
     """From 75 to 79.1 GiB each step makes the plan at most 1 % slower, though tight memory makes the best plans few."""
-    times = []
-    for known in sorted((k for k in KNOWN if k.node == "h100-pcie5"), key=lambda k: float(k.memory.removesuffix("GiB"))):
-        judge = judge_for(profile := known.profile())
-        times.append(judge(AutoHete().plan(profile, judge)).seconds)
+    growing = sorted((k for k in KNOWN if k.node == "h100-pcie5"), key=lambda k: float(k.memory.removesuffix("GiB")))
+    times = [planned(known)[1].seconds for known in growing]
     assert len(times) == 4
     assert all(more <= less * 1.01 for less, more in zip(times, times[1:], strict=False)), times
 
@@ -449,7 +456,8 @@ def test_a_plan_for_many_micro_batches_is_judged_in_full() -> None:
 def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error is proven where bounds rule every plan out; where they do not, it says that the search gave up."""
     small, large = (
-        analytic_profile(named_workload("gpt-2b"), load_hardware(NODE, {"gpu.memory": size})) for size in ("2GiB", "40GiB")
+        analytic_profile(named_workload("gpt-2b", transformer_blocks=blocks), load_hardware(NODE, {"gpu.memory": size}))
+        for blocks, size in ((24, "2GiB"), (4, "40GiB"))
     )
     with pytest.raises(InfeasibleError, match="no plan fits") as caught:
         AutoHete().plan(small, judge_for(small))
@@ -462,7 +470,7 @@ def test_giving_up_is_not_the_same_as_not_fitting(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the judge has simulated is the answer: no plan is executed a second time, whatever its name."""
+    """What the judge has simulated is the answer: no plan is executed twice, whatever its name, and no search made twice."""
     executed: list[Schedule] = []
     run = SimExecutor.run
 
@@ -478,6 +486,8 @@ def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> N
         assert found.plan.policy == policy
         first_tries = [str(schedule) for i, schedule in enumerate(executed) if i == 0 or executed[i - 1] is not schedule]
         assert len(set(first_tries)) == len(first_tries), policy
+        if policy == "autohete:priority=off":  # one of the two searches of the policy before
+            assert len(first_tries) == 1
         alone = simulate_plan(profile, found.plan)
         assert (found.iteration_seconds, found.gpu.peak_bytes) == (alone.iteration_seconds, alone.gpu.peak_bytes)
 
