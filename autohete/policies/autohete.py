@@ -106,7 +106,10 @@ class AutoHete:
 
     def _fastest(self, profile: Profile, program: Program, judge: Judge) -> Plan | None:
         """The fastest plan that the search comes across. None if none of them fits."""
-        searched = _searched.setdefault(judge, {})
+        try:
+            searched = _searched.setdefault(judge, {})
+        except TypeError:  # a judge of somebody's own that cannot be hashed, or not be referred to weakly
+            searched = {}
         if (self, profile) not in searched:
             searched[self, profile] = self._search(profile, program, judge)
         return searched[self, profile]

@@ -492,6 +492,21 @@ def test_the_chosen_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> N
         assert (found.iteration_seconds, found.gpu.peak_bytes) == (alone.iteration_seconds, alone.gpu.peak_bytes)
 
 
+def test_any_callable_can_judge() -> None:
+    """Also one that cannot be hashed, for which no search is remembered."""
+
+    @dataclass(slots=True)
+    class Unhashable:
+        judge: Judge
+
+        def __call__(self, plan: Plan) -> Judgement:
+            return self.judge(plan)
+
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=4), load_hardware(NODE))
+    judge = judge_for(profile)
+    assert AutoHete().plan(profile, Unhashable(judge)) == AutoHete().plan(profile, judge)
+
+
 def test_a_roomy_gpu_keeps_parameters_and_activations() -> None:
     """With memory to spare nothing is recomputed or fetched; only updates may go where they cost the GPU no time."""
     profile = analytic_profile(named_workload("gpt-2b"), load_hardware("h200-pcie5", {"gpu.memory": "400GiB"}))
