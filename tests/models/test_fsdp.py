@@ -15,7 +15,8 @@ peft = pytest.importorskip("peft")
 
 from peft.utils.other import fsdp_auto_wrap_policy  # noqa: E402
 from support.counting import Counter  # noqa: E402
-from torch import distributed  # noqa: E402
+from torch import distributed, nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -50,7 +51,7 @@ def two_ranks() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-class Checkpointed(torch.nn.Module):  # type: ignore[misc]
+class Checkpointed(nn.Module):
     """Checkpoints a block with whatever wraps it, as the loop over blocks of transformers 4.45 does."""
 
     def __init__(self, block: Any, reentrant: bool) -> None:
@@ -72,17 +73,15 @@ def held_at_each_backward(version: int, around: bool, reentrant: bool) -> list[i
     base.enable_input_require_grads()
     layers = base.model.layers
     if version == 1:
-        on_cpu = torch.device("cpu")
-        whole = FullyShardedDataParallel(
-            model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=on_cpu, use_orig_params=True
-        )
+        apart = fsdp_auto_wrap_policy(model)  # type: ignore[no-untyped-call]
+        whole = FullyShardedDataParallel(model, auto_wrap_policy=apart, device_id=torch.device("cpu"), use_orig_params=True)
     else:
-        mesh = distributed.init_device_mesh("cpu", (GPUS,))
+        mesh = init_device_mesh("cpu", (GPUS,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         whole = fully_shard(model, mesh=mesh)
     if around:
-        base.model.layers = torch.nn.ModuleList(Checkpointed(layer, reentrant) for layer in base.model.layers)
+        base.model.layers = nn.ModuleList(Checkpointed(layer, reentrant) for layer in base.model.layers)
     counter, found = Counter(), []
 
     def count(_: Any) -> None:
