@@ -553,7 +553,7 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
 
 @pytest.mark.parametrize("lora", [None, Lora(8)], ids=["full", "adapters"])
 def test_fsdp1_holds_inputs_beside_adapters(lora: Lora | None) -> None:
-    """With reentrant checkpoints around FSDP1, the backward of the first block, which is the last, begins with the inputs of all
+    """With reentrant checkpoints around FSDP1, the backward of the first block begins with the inputs of all
     blocks and the gradients of all others; in full fine-tuning with the one input and gradient that it needs.
     """
     workload = replace(FP16, tied_embeddings=False, training=Training(lora))
