@@ -79,12 +79,21 @@ class Compute:
         #: The unit whose backward is the last on the GPU of the head.
         self._last_backward = max(stage.first, self._first_trained) if stage.is_last else None
         self._in_place = plan.sums_in_place
+        #: Units whose inputs, and gradients of these, stay until the last backward.
+        self._holding = frozenset(
+            unit
+            for unit in stage.units
+            if plan.holds_inputs and plan.units[unit].activations is Activations.RECOMPUTE and shards.frozen_bytes(unit)
+        )
+        self._lowest_backward = max(stage.first, self._first_trained)
         self._tied = profile.workload.tied_embeddings
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: The input of each unit in a micro-batch, while it is on the GPU and has not been offloaded.
         self._inputs: dict[tuple[int, int], BufferId] = {}
+        #: What is held, of the backward that is being added.
+        self._held: list[BufferId] = []
 
     def _pass(self, task: TaskId, duration: Duration) -> None:
         self._builder.add(task, GPU, duration)
@@ -201,7 +210,9 @@ class Compute:
         self._pass(task, durations.backward(unit, self._plan.hooks.backward))
         if unit and not (parts and plan.kept.leaves):  # otherwise it is part of what was fetched
             rests = plan.kept.leaves
-            b.free(task, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch])
+            self._release(
+                task, unit, on_gpu(Value.INPUT, unit, micro_batch, Kind.BACKWARD) if rests else self._inputs[unit, micro_batch]
+            )
         for part, one in enumerate(parts) if parts else [(0, None)]:
             fetched = one is not None and one.route.leaves
             b.read(task, Value.ACTIVATIONS, unit, part=part)
@@ -211,13 +222,28 @@ class Compute:
             if self._profile.loss.in_place:
                 b.free(task, on_gpu(Value.LOGITS, unit, micro_batch))
         else:
-            b.free(task, on_gpu(Value.INPUT_GRADIENT, unit + 1, micro_batch))
+            self._release(task, unit + 1, on_gpu(Value.INPUT_GRADIENT, unit + 1, micro_batch))
+        made = on_gpu(Value.INPUT_GRADIENT, unit, micro_batch)
         if unit > self._first_trained:
-            b.allocate(task, on_gpu(Value.INPUT_GRADIENT, unit, micro_batch), times.input_bytes)
+            b.allocate(task, made, times.input_bytes)
+        elif unit in self._holding:  # whose input requires a gradient although nothing below uses it
+            b.allocate(task, made, times.input_bytes)
+            self._held.append(made)
         if self._profile.loss.keeps_logits and unit == self._last_backward:
             b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
+        if unit == self._lowest_backward:
+            for buffer in self._held:
+                b.free(task, buffer)
+            self._held.clear()
         b.workspace(task, times.backward_workspace_bytes)
         self._gradients(task)
+
+    def _release(self, task: TaskId, unit: int, buffer: BufferId) -> None:
+        """Free the input of ``unit`` or its gradient after ``task``, or with the last backward if it is held."""
+        if unit in self._holding:
+            self._held.append(buffer)
+        else:
+            self._builder.free(task, buffer)
 
     def _gradients(self, task: TaskId) -> None:
         """Gradients of the unit's parameters. Those of a tied embedding begin with the head's backward and end with its own."""

@@ -203,6 +203,8 @@ class Plan(Hashed):
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         sums_in_place: the products of a backward add to the sums of earlier micro-batches (cuBLAS with ``beta = 1``), so on the
             GPU no gradient exists besides its sum. Otherwise a gradient is made, and added.
+        holds_inputs: the input of a recomputed unit with frozen parameters, and the gradient of that input, stay until the
+            backward of the micro-batch ends. Otherwise each is freed by the pass that needs it last.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
@@ -221,6 +223,7 @@ class Plan(Hashed):
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     sums_in_place: bool = False
+    holds_inputs: bool = False
     delayed: bool = False
     memory_waits: bool = False
     bound_seconds: float | None = field(default=None, compare=False)

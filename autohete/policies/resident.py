@@ -51,6 +51,13 @@ class Resident:
         fused_sums: products of backward add to the sums of micro-batches, so that no gradient exists besides its sum, as in
             LLMQ and with Megatron-LM's ``gradient_accumulation_fusion``.
         fsdp1: with stage 3, as ``FullyShardedDataParallel`` does it, whose parameters are views of what is gathered.
+        reentrant: with ``fsdp1``, ``torch.utils.checkpoint(block, use_reentrant=True)`` around each FSDP module, as in
+            transformers up to 4.51 (later versions checkpoint within it). Beside adapters, which are wrapped apart
+            (``fsdp_auto_wrap_policy`` of PEFT, set by transformers' ``Trainer``), the frozen parameters of a block are released
+            by a hook on the gradient of its input. The hook holds the node of this input until backward has ended
+            (``_register_post_backward_reshard_only_hook`` and ``_finalize_params`` in
+            torch/distributed/fsdp/_runtime_utils.py at 2.13). As checkpointing has detached the input, the node holds it and
+            its gradient.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -58,6 +65,7 @@ class Resident:
     in_backward: bool = False
     deepspeed: bool = False
     fsdp1: bool = False
+    reentrant: bool = False
     fused_sums: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +78,10 @@ class Resident:
             raise InputError(f"resident:fsdp1 is for zero_stage 3, not {self.zero_stage}: give it, or leave out fsdp1")
         if self.fsdp1 and self.deepspeed:
             raise InputError("resident:fsdp1 and deepspeed are two systems: leave out one of them")
+        if self.reentrant and not (self.fsdp1 and self.checkpointing is not Checkpointing.NONE):
+            raise InputError(
+                "resident:reentrant is checkpointing around FSDP's modules: give checkpointing=full and fsdp1, or leave it out"
+            )
         if self.fused_sums and (self.deepspeed or self.zero_stage > 1):
             raise InputError(
                 "resident:fused_sums keeps sums of whole gradients on each GPU, but DeepSpeed and zero_stage 2 and 3 reduce "
@@ -100,6 +112,7 @@ class Resident:
                 units=shared(units, self.zero_stage, profile),
                 rules=(*([] if self.in_backward else [GpuUpdatesAfterBackward()]), *self._buffers(profile)),
                 sums_in_place=self.fused_sums,
+                holds_inputs=self.reentrant and profile.hardware.gpus > 1,
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
                 hooks=self._hooks(profile.hardware.gpus),

@@ -384,6 +384,7 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
         ),
         flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
         hooks=Hooks((dice.whole(0, 60), dice.whole(0, 9)), (dice.whole(0, 60), dice.whole(0, 9)), dice.whole(0, 9)),
+        holds_inputs=dice.flip(),
     )
     plan = without_contradictions(profile, plan)
     if dice.flip():

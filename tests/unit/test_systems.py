@@ -25,14 +25,14 @@ from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.policies.zero_offload import DeepSpeed
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import rounded_when_pinned
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, TaskId, parse_schedule
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, BufferId, Kind, TaskId, Value, parse_schedule
 from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
 from autohete.workload import Kernels, Precision, named_workload
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Training
+from autohete.workload.training import Lora, Training
 
 NODE = load_hardware("a100-40gb-epyc7713")
 FP16 = named_workload("gpt-4b", precision=Precision.FP16, kernels=Kernels.EAGER)
@@ -551,10 +551,38 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
     assert tasks[TaskId(Kind.REDUCE_GRADIENTS, unit)] == pytest.approx(reduction, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["resident:fsdp1", "resident:zero_stage=3,fsdp1,deepspeed"])
+@pytest.mark.parametrize("lora", [None, Lora(8)], ids=["full", "adapters"])
+def test_fsdp1_holds_inputs_beside_adapters(lora: Lora | None) -> None:
+    """With reentrant checkpoints around FSDP1, the backward of the first block begins with the inputs of all
+    blocks and the gradients of all others; in full fine-tuning with the one input and gradient that it needs.
+    """
+    workload = replace(FP16, tied_embeddings=False, training=Training(lora))
+    profile = analytic_profile(workload, replace(NODE, gpus=4))
+    policy = parse_policy("resident:checkpointing=full,zero_stage=3,fsdp1,reentrant")
+    schedule = lower(profile, policy.plan(profile, judge_for(profile)))
+    alive: dict[BufferId, int] = {}
+    for task in schedule.tasks:
+        if task.id == TaskId(Kind.BACKWARD, 1):
+            break
+        alive |= {one.id: one.size_bytes for one in task.allocates if one.id.value in (Value.INPUT, Value.INPUT_GRADIENT)}
+        for one in task.frees:
+            alive.pop(one.id, None)
+    blocks = len(profile.units) - 2
+    assert sum(alive.values()) == profile.units[1].input_bytes * (2 * blocks - 1 if lora else 2)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "resident:fsdp1",
+        "resident:zero_stage=3,fsdp1,deepspeed",
+        "resident:checkpointing=full,zero_stage=3,reentrant",
+        "resident:checkpointing=none,zero_stage=3,fsdp1,reentrant",
+    ],
+)
 def test_a_system_shards_its_own_way(policy: str) -> None:
-    """FSDP1 shards parameters, and is not DeepSpeed."""
-    with pytest.raises(InputError, match="resident:fsdp1"):
+    """FSDP1 shards parameters, is not DeepSpeed, and is what reentrant checkpoints may be around."""
+    with pytest.raises(InputError, match=r"resident:(fsdp1|reentrant)"):
         parse_policy(policy)
 
 
