@@ -41,7 +41,7 @@ from autohete.schedule import GPU_MEMORY, Kind
 
 #: What the torch runtime costs the host besides a plain loop: 0.25 and 0.31 ms for the passes of a block of GPT on a core whose
 #: operations take 3.4 us with their launch (benchmarks/README.md, cost of the runtime).
-_EXECUTOR = Hooks((6, 0), (8, 0))
+_EXECUTOR = Hooks((6, 0, 0), (8, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)

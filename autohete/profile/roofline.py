@@ -29,7 +29,7 @@ from autohete.profile.kernels.decoders import (
 )
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
-from autohete.profile.modules import called_modules, parameter_tensors
+from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
@@ -269,6 +269,7 @@ class _Roofline(Rates):
             backward_host_seconds=backward_host,
             modules=called_modules(w, unit),
             tensors=parameter_tensors(w, unit),
+            small_tensors=small_tensors(w, unit),
         )
 
     def _casts_inputs(self, unit: int) -> bool:

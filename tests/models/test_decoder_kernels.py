@@ -17,6 +17,7 @@ from autohete.hardware import load_hardware
 from autohete.profile import UnitProfile, analytic_profile
 from autohete.profile.kernels.decoders import both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
+from autohete.profile.modules import SMALL_ELEMENTS
 from autohete.runtime.precision import DTYPES
 from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
 from autohete.workload import Kernels, Precision, Workload
@@ -184,3 +185,5 @@ def test_a_block_calls_as_many_modules_as_the_profile_says(family: str, index: i
     block(given(workload))
     assert unit(workload, index).modules == len(called) + 3 * (family == "opt")
     assert unit(workload, index).tensors == len(list(block.layer.parameters()))
+    small = [one for one in block.layer.parameters() if one.numel() < SMALL_ELEMENTS]
+    assert unit(workload, index).small_tensors == len(small)
