@@ -62,7 +62,7 @@ class Lora:
         adapters: see :class:`Adapters`. None: ``AUTOCAST`` if ``transformers``' kernels train with masters, else ``PLAIN``.
         prepared: embedding, head and norms are held in fp32, and so is the residual stream (PEFT's
             ``prepare_model_for_kbit_training``, which trl calls). None: if adapters are under autocast and the base quantised.
-        dropout: probability with which elements of an adapter's input are dropped (``lora_dropout``). 0: there is no such kernel.
+        dropout: probability with which elements of an adapter's input are dropped (``lora_dropout``). 0: there is no dropout.
     """
 
     rank: int
