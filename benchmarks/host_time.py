@@ -176,8 +176,10 @@ def recomputed(name: str, *, reentrant: bool = False) -> Any:
     return counted(made, torch.Tensor.backward)
 
 
-def zero(name: str, stage: int, made: Callable[[str], Any] = model) -> Any:
-    """A model under DeepSpeed, without the counting for each gradient that only 0.18.5 and 0.18.6 do (pull 7886)."""
+def zero(name: str, stage: int, made: Callable[[str], Any] = model, *, persistent: int = 0) -> Any:
+    """A model under DeepSpeed, without the counting for each gradient that only 0.18.5 and 0.18.6 do (pull 7886). Stage 3 never
+    releases parameters of fewer than ``persistent`` elements.
+    """
     deepspeed = import_module("deepspeed")
     for file in ("stage3", "stage_1_and_2"):
         vars(import_module(f"deepspeed.runtime.zero.{file}"))["count_used_parameters_in_backward"] = len
@@ -185,7 +187,7 @@ def zero(name: str, stage: int, made: Callable[[str], Any] = model) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persistent, "overlap_comm": True},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "zero_allow_untested_optimizer": True,
     }
@@ -231,12 +233,15 @@ def main() -> None:
             f"{name}, PEFT": adapted,
             f"{name}, ZeRO-2": lambda name: zero(name, 2),
             f"{name}, ZeRO-3": lambda name: zero(name, 3),
+            f"{name}, ZeRO-3, persistent": lambda name: zero(name, 3, persistent=10**6),
             f"{name}, PEFT, ZeRO-3": lambda name: zero(name, 3, with_adapters),
             f"{name}, FSDP1": lambda name: sharded(name, 1),
             f"{name}, FSDP2": lambda name: sharded(name, 2),
         }
         if name in CHAINS:
-            measures = {label: measure for label, measure in measures.items() if label in (name, f"{name}, ZeRO-3")}
+            measures = {
+                label: measure for label, measure in measures.items() if label == name or label.startswith(f"{name}, ZeRO-3")
+            }
         for label, measure in measures.items():
             try:
                 kernels, operations = measure(name)

@@ -12,9 +12,9 @@ from functools import lru_cache
 from autohete.profile import Profile
 
 Duration = Callable[[Profile], float]
-#: Operations of hooks: for each module, and for each parameter tensor.
-Counts = tuple[float, float]
-_NONE: Counts = (0.0, 0.0)
+#: Operations of hooks: for each module, for each parameter tensor, and for each small one.
+Counts = tuple[float, float, float]
+_NONE: Counts = (0.0, 0.0, 0.0)
 
 #: Keeps so many functions of a kind.
 _kept = lru_cache(maxsize=2**12)
@@ -28,7 +28,9 @@ def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, ho
     whose modules are not counted, has both in its times.
     """
     costs = profile.units[unit]
-    operations = hooks[0] * costs.modules + hooks[1] * costs.tensors + more * (costs.modules > 0)
+    of_module, of_tensor, of_small = hooks
+    operations = of_module * costs.modules + of_tensor * (costs.tensors - costs.small_tensors)
+    operations += of_small * costs.small_tensors + more * (costs.modules > 0)
     return max(seconds, min(host_seconds, seconds) + operations * profile.hardware.cpu.launch_seconds)
 
 

@@ -162,8 +162,9 @@ class FlatBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a system's hooks cost the host in every pass of a unit, in operations (``cpu.launch``): two counts, for each module
-    that is called and for each parameter tensor. The GPU waits only if the host cannot run ahead of it.
+    """What a system's hooks cost the host in every pass of a unit, in operations (``cpu.launch``): three counts, for each
+    module that is called, for each parameter tensor, and for each small one, which stage 3 does not release
+    (``UnitProfile.small_tensors``). The GPU waits only if the host cannot run ahead of it.
 
     Args:
         forward: in a forward or a recomputation.
@@ -171,8 +172,8 @@ class Hooks:
         recomputation: in a recomputation, besides those of a forward, whatever the number of modules.
     """
 
-    forward: tuple[float, float] = (0.0, 0.0)
-    backward: tuple[float, float] = (0.0, 0.0)
+    forward: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    backward: tuple[float, float, float] = (0.0, 0.0, 0.0)
     recomputation: float = 0.0
 
     def __post_init__(self) -> None:

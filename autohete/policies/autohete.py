@@ -42,7 +42,7 @@ from autohete.schedule import GPU_MEMORY, Kind
 
 #: What the torch runtime costs the host besides a plain loop: 0.25 and 0.31 ms for the passes of a block of GPT on a core whose
 #: operations take 3.4 us with their launch (benchmarks/README.md, cost of the runtime).
-_EXECUTOR = Hooks((6, 0), (8, 0))
+_EXECUTOR = Hooks((6, 0, 0), (8, 0, 0))
 
 #: What searches with a judge have found: that without priority is one of two with it.
 _searched: WeakKeyDictionary[Judge, dict[tuple[AutoHete, Profile], Plan | None]] = WeakKeyDictionary()

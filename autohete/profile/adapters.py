@@ -6,7 +6,8 @@ weight in NF4 is dequantised in every pass that uses it, as bitsandbytes does (`
 bytes are read and 16 bit (or fp32) written, in three kernels with double quantisation.
 
 What adapters keep depends on how they are held (:class:`~autohete.workload.training.Adapters`): the result of A, and if their
-input is cast, a copy of it in each layer, and under autocast one of A and B.
+input is cast, a copy of it in each layer, and under autocast one of A and B. With dropout, a kernel reads the input as the
+adapter gets it and writes what is left of it, and a mask of a byte an element, so that no input is shared.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _RESULT_FORWARD, _RESULT_BACKWARD, _INPUT_BACKWARD = 5, 2, 3
 PEFT_OPERATIONS, PEFT_MODULES, PEFT_TENSORS = (6, 4), 4, 2
 #: Kernels of an adapter forward and backward, and of a dequantisation.
 _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
+#: Of an element of a mask of dropout.
+_MASK_BYTES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +49,31 @@ class Additions:
 
 def shares_input(workload: Workload, layer: LinearLayer) -> bool:
     """Whether an adapter keeps the input of its layer as it is, rather than a copy in another format."""
+    lora = workload.training.lora
+    if lora is not None and lora.dropout:
+        return False
     if workload.adapters is Adapters.PLAIN:
         return True
-    if workload.adapters is Adapters.CAST or not (workload.training.lora and workload.training.lora.quantised):
+    if workload.adapters is Adapters.CAST or not (lora and lora.quantised):
         return False
     return not workload.is_prepared or (layer.mixes and layer.row == LAST)  # attention returns 16 bits
 
 
 def input_cast(workload: Workload) -> Operation:
     """What a copy of a layer's input takes and keeps. Under autocast a layer casts its input from 16 bit to fp32, the format of
-    the adapter, and autocast casts it back; what is in fp32 already is cast once.
+    the adapter, and autocast casts it back; what is in fp32 already is cast once, and layers in NF4 cast nothing else.
     """
-    casts = 2 if workload.adapters is Adapters.AUTOCAST and not workload.is_prepared else 1
+    casts = 1 if workload.is_prepared else int(_drops_fp32(workload)) * (1 + (workload.adapters is Adapters.AUTOCAST))
     kept = _input_bytes(workload)
     source = "PEFT 0.21, tuners/lora/layer.py: Linear.forward"
     return Operation("cast", source, forward=casts, forward_fp32=casts, forward_kernels=casts, kept_copies=kept)
+
+
+def _drops_fp32(workload: Workload) -> bool:
+    """Whether an adapter gets its input, of which dropout drops elements, in fp32."""
+    if workload.adapters is Adapters.AUTOCAST:
+        return workload.is_prepared or not (workload.training.lora and workload.training.lora.quantised)
+    return workload.adapters is Adapters.CAST
 
 
 def _input_bytes(workload: Workload) -> int:
@@ -76,6 +89,8 @@ def _kept_bytes(workload: Workload, layers: tuple[LinearLayer, ...]) -> int:
     kept = wide * workload.tokens * rank * sum(layer.shape.rows for layer in layers)
     copied = [layer.shape for layer in layers if not shares_input(workload, layer)]
     kept += wide * workload.tokens * sum(shape.rows * shape.inner for shape in copied)
+    if workload.training.lora.dropout:
+        kept += _MASK_BYTES * workload.tokens * sum(layer.shape.rows * layer.shape.inner for layer in layers)
     if workload.adapters is Adapters.AUTOCAST:
         kept += element * sum(product.parameters for layer in layers for product in layer.adapter_products(rank))
     return kept
@@ -99,13 +114,16 @@ def additions(
     traffic = element * tokens / bandwidth
     quantised = workload.linear_layers(unit) if workload.quantised_parameters(unit) else ()
     dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
+    drops = workload.training.lora is not None and workload.training.lora.dropout > 0
+    dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth
     return Additions(
-        forward_seconds=sum(forward for forward, _ in times) + _RESULT_FORWARD * results * traffic + dequantised,
+        forward_seconds=sum(forward for forward, _ in times) + _RESULT_FORWARD * results * traffic + dequantised + dropped,
         backward_seconds=sum(backward for _, backward in times)
         + (_RESULT_BACKWARD * results + _INPUT_BACKWARD * inputs) * traffic
-        + dequantised,
-        forward_kernels=_KERNELS[0] * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
-        backward_kernels=_KERNELS[1] * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
+        + dequantised
+        + dropped,
+        forward_kernels=(_KERNELS[0] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
+        backward_kernels=(_KERNELS[1] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
         kept_bytes=_kept_bytes(workload, layers) if layers else 0,
         # One matrix at a time.
         workspace_bytes=max((element * layer.shape.columns * layer.shape.inner for layer in quantised), default=0),

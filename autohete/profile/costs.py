@@ -82,6 +82,7 @@ class UnitProfile(Hashed):
         forward_host_seconds, backward_host_seconds: time that the host needs for a pass, of which it runs ahead of the GPU.
         modules: number of its modules that are called, each of which a system may hook.
         tensors: number of its parameter tensors, for each of which the hooks do more.
+        small_tensors: those of them with fewer than 100,000 elements, which DeepSpeed's stage 3 does not release.
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
     """
@@ -110,6 +111,7 @@ class UnitProfile(Hashed):
     backward_host_seconds: float = 0.0
     modules: int = 0
     tensors: int = 0
+    small_tensors: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,6 +126,8 @@ class UnitProfile(Hashed):
                 f"a recomputation takes {self.shorter_recompute_seconds} s, longer than a forward ({self.forward_seconds} s): "
                 "give at most as much, or leave it out"
             )
+        if not 0 <= self.small_tensors <= self.tensors:
+            raise InputError(f"{self.small_tensors} of {self.tensors} tensors are small: give 0 up to all of them")
         if not 0 <= self.frozen_parameters <= self.parameters:
             raise InputError(f"{self.frozen_parameters} of {self.parameters} parameters are frozen: give 0 up to all of them")
         if sum(one.size_bytes for one in self.saved) > self.kept_bytes:

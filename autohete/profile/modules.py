@@ -18,6 +18,10 @@ from autohete.workload.model import (
 )
 from autohete.workload.training import linear_layers
 
+#: A tensor with fewer elements is small: DeepSpeed's ``stage3_param_persistence_threshold`` (0.18.6,
+#: ``runtime/zero/config.py``). The ``auto`` of transformers, ten times the hidden size, sorts the tensors of most blocks alike.
+SMALL_ELEMENTS = 100_000
+
 
 def called_modules(workload: Workload, unit: int) -> int:
     """Return the number of modules in the unit as ``transformers`` 5.23 builds it, adapters of PEFT included.
@@ -60,6 +64,25 @@ def parameter_tensors(workload: Workload, unit: int) -> int:
     norms = (1 + (block.norm_place is NormPlace.BOTH)) * (1 + (block.norm is Norm.LAYER))
     of_components = [norms + _tensors(workload, unit, one) for one in workload.components(unit)]
     return sum(of_components) + PEFT_TENSORS * len(workload.adapted_layers(unit))
+
+
+def small_tensors(workload: Workload, unit: int) -> int:
+    """Return how many of :func:`parameter_tensors` have fewer than :data:`SMALL_ELEMENTS` elements: norms and biases, which all
+    count as small, and small matrices, such as those of adapters.
+    """
+    if not workload.is_inner(unit):
+        return int(workload.role(unit) is BlockRole.HEAD)  # its norm
+    h, block, sizes = workload.hidden_size, workload.block(unit), []
+    for component in workload.components(unit):
+        if isinstance(component, Experts):  # one tensor for the first products of all experts, and one for the last
+            router, *products = component.products(h)
+            sizes += [router.parameters, *(one.parameters for one in products[:2])]
+            shared = component.shared
+            sizes += [one.shape.parameters for one in linear_layers(block, h, shared)] if shared else []
+        else:
+            sizes += [one.shape.parameters for one in linear_layers(block, h, component)]
+    sizes += [product.parameters for product in workload.adapter_products(unit)]
+    return parameter_tensors(workload, unit) - sum(size >= SMALL_ELEMENTS for size in sizes)
 
 
 def _tensors(workload: Workload, unit: int, component: Mixer | FeedForward) -> int:

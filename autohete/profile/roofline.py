@@ -29,7 +29,7 @@ from autohete.profile.kernels.decoders import (
 )
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
-from autohete.profile.modules import called_modules, parameter_tensors
+from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
@@ -110,24 +110,24 @@ class _Roofline(Rates):
         return self._attention_seconds(flops, sizes, keys, backward=False), backward
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
-        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows. Frozen
-        weights have no gradient: backward is the product for the input's alone.
+        """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows, one after
+        another in a loop. Frozen weights have no gradient: backward is the product for the input's alone.
         """
         looped = self.workload.looped_experts
-        batch = product.matrices if looped is None else min(product.matrices, looped)
-        rows, columns, inner = self.workload.tokens * product.rows / batch, product.columns, product.inner
+        batch, times = (product.matrices, 1) if looped is None or product.matrices == 1 else (1, looped)
+        rows, columns, inner = self.workload.tokens * product.rows / (batch * times), product.columns, product.inner
         if rows < 1:  # some matrices are not used
             rows, batch = 1, round(rows * batch)
         forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8)
         backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8)
         backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8) * trained
         if not fp8:
-            return forward, backward
+            return times * forward, times * backward
         # Transformer Engine, cast_transpose: 16 bit are read and 8 written; what the gradient of the weights needs is written
         # a second time, transposed, and so are the weights, for the gradient of the input.
         activations, gradients = rows * batch * inner * (3 + trained), rows * batch * columns * (3 + trained)
         forward += (activations + 4 * batch * inner * columns) / self.bandwidth + 2 * self.overhead
-        return forward, backward + gradients / self.bandwidth + self.overhead
+        return times * forward, times * (backward + gradients / self.bandwidth + self.overhead)
 
     def _head_seconds(self, *, trained: bool) -> tuple[float, float]:
         """Time of the head's products, forward and backward: those of a chunk of the loss, as often as there are chunks. Each
@@ -269,6 +269,7 @@ class _Roofline(Rates):
             backward_host_seconds=backward_host,
             modules=called_modules(w, unit),
             tensors=parameter_tensors(w, unit),
+            small_tensors=small_tensors(w, unit),
         )
 
     def _casts_inputs(self, unit: int) -> bool:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from autohete.hardware import Gpu
 from autohete.profile.costs import LossProfile, SavedTensors, UnitProfile, within
+from autohete.profile.modules import SMALL_ELEMENTS
 from autohete.profile.rates import CHUNKED_SHARE, Rates
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.table import TracedKernel, TracedSaved, TracedUnit, largest
@@ -53,6 +54,7 @@ class TracedRoofline(Rates):
             backward_host_seconds=self._host_seconds(_launches(backward), backward=True),
             modules=len({row.module for row in unit.forward}),
             tensors=len(unit.parameters),
+            small_tensors=sum(one.count < SMALL_ELEMENTS for one in unit.parameters),
         )
 
     def loss(self) -> LossProfile:

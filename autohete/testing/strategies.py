@@ -253,7 +253,7 @@ def _synthetic(dice: Dice, max_micro_batches: int) -> Profile:
         parameters = dice.whole(1, dice.of([9, 10**7]))
         kept = size()
         given = dice.whole(0, kept)
-        forward = seconds()
+        forward, tensors = seconds(), dice.whole(0, 20)
         return UnitProfile(
             role=workload.role(index),
             parameters=parameters,
@@ -272,7 +272,8 @@ def _synthetic(dice: Dice, max_micro_batches: int) -> Profile:
             shorter_recompute_seconds=dice.of([None, 0.0, forward / 2, forward]),
             forward_host_seconds=dice.of([0.0, forward]),
             modules=dice.whole(0, 20),
-            tensors=dice.whole(0, 20),
+            tensors=tensors,
+            small_tensors=dice.whole(0, tensors),
         )
 
     units = tuple(unit(index) for index in range(workload.unit_count))
@@ -383,7 +384,11 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
             pins_optimizer=dice.flip(),
         ),
         flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
-        hooks=Hooks((dice.whole(0, 60), dice.whole(0, 9)), (dice.whole(0, 60), dice.whole(0, 9)), dice.whole(0, 9)),
+        hooks=Hooks(
+            (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
+            (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
+            dice.whole(0, 9),
+        ),
         holds_inputs=dice.flip(),
     )
     plan = without_contradictions(profile, plan)

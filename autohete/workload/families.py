@@ -19,6 +19,7 @@ from autohete.workload.model import (
     Architecture,
     Attention,
     Block,
+    ExpertLoop,
     Experts,
     FeedForward,
     LatentAttention,
@@ -205,6 +206,16 @@ class Mixtral(Mistral):
 
     def feed_forward(self, layer: int) -> Experts:
         return Experts(self.mlp(), self.num_local_experts, self.num_experts_per_tok, weights_fp32=True)
+
+
+class GraniteMoe(Llama):
+    """Granite 3.0 1B-A400M and 3B-A800M. Its scalar factors, a kernel each, are not counted."""
+
+    num_local_experts: Size
+    num_experts_per_tok: Size
+
+    def feed_forward(self, layer: int) -> Experts:
+        return Experts(self.mlp(), self.num_local_experts, self.num_experts_per_tok, loop=ExpertLoop.VIEWS)
 
 
 class _Sliding(Llama):
@@ -407,7 +418,7 @@ class GptOss(_Sliding):
 
     def feed_forward(self, layer: int) -> Experts:
         expert = Mlp(self.intermediate_size, Activation.CLAMPED_SWIGLU, bias=True)
-        return Experts(expert, self.num_local_experts, self.num_experts_per_tok, router_bias=True)
+        return Experts(expert, self.num_local_experts, self.num_experts_per_tok, router_bias=True, loop=ExpertLoop.COPIES)
 
 
 class DeepSeek(Family):
@@ -461,6 +472,7 @@ FAMILIES: dict[str, type[Family]] = {
     "llama": Llama,
     "mistral": Mistral,
     "mixtral": Mixtral,
+    "granitemoe": GraniteMoe,
     "qwen2": Qwen2,
     "qwen2_moe": Qwen2Moe,
     "qwen3": Qwen3,

@@ -332,6 +332,17 @@ class Mlp(Component):
         return (self.up + hidden_size) * self.bias
 
 
+class ExpertLoop(StrEnum):
+    """How a loop of ``transformers`` 4 over experts takes what one of them needs."""
+
+    #: Each expert is a module. Its rows are taken from all tokens (Mixtral, Qwen, DeepSeek: ``MixtralSparseMoeBlock``).
+    MODULES = "modules"
+    #: The same, but a tensor of indices takes its matrices from those of all experts, and copies them (``GptOssExperts``).
+    COPIES = "copies"
+    #: Rows are sorted by expert and split once; a number takes its matrices, as views (``GraniteMoeParallelExperts``).
+    VIEWS = "views"
+
+
 @dataclass(frozen=True, slots=True)
 class Experts(Component):
     """A mixture of experts: a router sends each token to some of many MLPs (Shazeer et al. 2017).
@@ -344,6 +355,7 @@ class Experts(Component):
         shared_gate: the result of that MLP is weighted by a gate of its own (Qwen).
         router_fp32: the router works in fp32 (DeepSeek).
         weights_fp32: experts' results are weighted in fp32.
+        loop: how a loop over them takes one after another.
     """
 
     expert: Mlp
@@ -354,6 +366,7 @@ class Experts(Component):
     shared_gate: bool = False
     router_fp32: bool = False
     weights_fp32: bool = False
+    loop: ExpertLoop = ExpertLoop.MODULES
 
     def __post_init__(self) -> None:
         Component.__post_init__(self)

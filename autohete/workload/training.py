@@ -52,7 +52,7 @@ class Adapters(StrEnum):
 class Lora:
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), as PEFT adds them: ``x A B`` beside ``x W`` of a linear layer.
 
-    The base is frozen, embedding, norms and head included; adapters have no bias and no dropout.
+    The base is frozen, embedding, norms and head included; adapters have no bias.
 
     Args:
         rank: columns of A and rows of B.
@@ -62,6 +62,7 @@ class Lora:
         adapters: see :class:`Adapters`. None: ``AUTOCAST`` if ``transformers``' kernels train with masters, else ``PLAIN``.
         prepared: embedding, head and norms are held in fp32, and so is the residual stream (PEFT's
             ``prepare_model_for_kbit_training``, which trl calls). None: if adapters are under autocast and the base quantised.
+        dropout: probability with which elements of an adapter's input are dropped (``lora_dropout``). 0: there is no dropout.
     """
 
     rank: int
@@ -69,9 +70,12 @@ class Lora:
     quantised: bool = False
     adapters: Adapters | None = None
     prepared: bool | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"the dropout of LoRA is {self.dropout}: give at least 0 and less than 1, such as 0.05")
         if not 1 <= self.rank <= _LARGEST_RANK:
             raise InputError(f"the rank of LoRA is {self.rank}: give 1 to {_LARGEST_RANK:,}, such as 16")
         if not self.targets or len(set(self.targets)) < len(self.targets):
@@ -84,7 +88,8 @@ class Lora:
         quantised = ", base in NF4" if self.quantised else ""
         adapters = f", adapters {self.adapters}" if self.adapters else ""
         prepared = "" if self.prepared is None else f", {'' if self.prepared else 'not '}prepared"
-        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}"
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}{dropout}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from autohete.hardware import load_hardware
 from autohete.profile import UnitProfile, analytic_profile
 from autohete.profile.kernels.decoders import both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
+from autohete.profile.modules import SMALL_ELEMENTS
 from autohete.runtime.precision import DTYPES
 from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
 from autohete.workload import Kernels, Precision, Workload
@@ -97,6 +98,7 @@ def test_a_block_keeps_what_the_rows_say(family: str, index: int, precision: Pre
     if workload.precision is Precision.FP32 and family in (
         *NO_FLASH,
         "mixtral",
+        "granitemoe",
         "qwen2_moe",
         "qwen3_moe",
         "qwen3_next",
@@ -132,17 +134,19 @@ def part(workload: Workload, index: int) -> Part:
 def test_a_block_accesses_and_launches_what_the_rows_say(family: str, index: int) -> None:
     """Bytes of everything that is no product within 10 %, kernels within 15 %.
 
-    Of linear attention bytes within 20 %; its kernels depend on the number of chunks.
+    Of linear attention bytes within 20 %; its kernels depend on the number of chunks. Those of GraniteMoE within 12 %, as its
+    scalar factors are not counted.
     """
     workload = wide(family, Precision.BF16)
     rows, counter = part(workload, index), counted(family, index)
     linear = isinstance(workload.block(1 + index).mixer, LinearAttention)
+    tolerance = 0.20 if linear else 0.12 if family == "granitemoe" else 0.10
     tensor = workload.tokens * workload.hidden_size
     for backward, direction in ((False, "forward"), (True, "backward")):
         theirs = sum(n * width for n, width in counter.tensors(backward)) / tensor
         casts = rows.total("casts")
         ours = 2 * (rows.total(direction) + casts) + 4 * (rows.total(f"{direction}_fp32") + casts) + rows.total("kept_mask")
-        assert ours == pytest.approx(theirs, rel=0.20 if linear else 0.10), direction
+        assert ours == pytest.approx(theirs, rel=tolerance), direction
         if not linear:
             assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.15), direction
 
@@ -181,3 +185,5 @@ def test_a_block_calls_as_many_modules_as_the_profile_says(family: str, index: i
     block(given(workload))
     assert unit(workload, index).modules == len(called) + 3 * (family == "opt")
     assert unit(workload, index).tensors == len(list(block.layer.parameters()))
+    small = [one for one in block.layer.parameters() if one.numel() < SMALL_ELEMENTS]
+    assert unit(workload, index).small_tensors == len(small)

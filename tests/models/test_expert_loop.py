@@ -8,15 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.counting import Counter, counting
-from torch import nn
+from support.models import OF_FAMILY
+from torch import Tensor, nn
+from torch.nn.functional import one_hot, silu
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile import analytic_profile
+from autohete.profile.adapters import Additions
 from autohete.profile.loop import expert_loop
 from autohete.workload import Kernels
-from autohete.workload.config import read_model
+from autohete.workload.config import parse_model, read_model
 
 HIDDEN, WIDTH, TOKENS = 32, 48, 64
 GPT_OSS = replace(read_model("gpt-oss-20b"), kernels=Kernels.EAGER_FLASH, sequence_length=2048, batch_size=4)
@@ -49,6 +53,87 @@ def test_the_loop_launches_and_writes_what_is_counted() -> None:
     accessed = [sum(elements for elements, _ in one.tensors(True)) for one in (more, wider)]
     of_all = 8 * (3 * HIDDEN * WIDTH + 2 * WIDTH + HIDDEN)
     assert accessed[1] - accessed[0] == pytest.approx((4 * 8 - 3) * of_all, rel=0.01)
+
+
+class Separate(nn.Module):
+    """Experts that are modules of their own, each of which takes its rows from all tokens, as in transformers 4."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        sizes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(*one, bias=False) for one in sizes) for _ in range(count))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        y, places = torch.zeros_like(x), one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for place, expert in zip(places, self.experts, strict=True):
+            slot, row = torch.where(place)
+            assert isinstance(expert, nn.ModuleList)
+            gate, up, down = expert
+            taken = x[row]
+            y.index_add_(0, row, down(silu(gate(taken)) * up(taken)) * weights[row, slot, None])
+        return y
+
+
+def separate(count: int) -> Counter:
+    """Forward and backward of experts with modules of their own."""
+    experts = Separate(count)
+    x, weights = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS, 4, requires_grad=True)
+    chosen = (torch.arange(TOKENS)[:, None] * 4 + torch.arange(4)) % count
+    with counting() as counter:
+        y = experts(x, weights, chosen)
+        counter.backward = True
+        torch.autograd.grad(y, [x, weights, *experts.parameters()], torch.ones_like(y))
+    return counter
+
+
+def viewed(count: int) -> Counter:
+    """Forward and backward of experts whose matrices are views of one tensor, and whose rows are sorted."""
+    first, last = (JetMoeParallelExperts(count, *sizes) for sizes in ((HIDDEN, 2 * WIDTH), (WIDTH, HIDDEN)))
+    nn.init.ones_(first.weight)
+    nn.init.ones_(last.weight)
+    x, rows = torch.randn(4 * TOKENS, HIDDEN, requires_grad=True), [4 * TOKENS // count] * count
+    with counting() as counter:
+        gate, up = first(x, rows).chunk(2, dim=-1)
+        y = last(silu(gate) * up, rows)
+        counter.backward = True
+        torch.autograd.grad(y, [x, first.weight, last.weight], torch.ones_like(y))
+    return counter
+
+
+def loops(model: str) -> list[Additions]:
+    """What loops over four and over eight experts of ``model`` add, in elements of its tensors."""
+    workload = replace(read_model(model), kernels=Kernels.EAGER_FLASH)
+    return [expert_loop(replace(workload, looped_experts=used), 1, 2.0) for used in (4, 8)]
+
+
+def test_experts_with_modules_of_their_own_launch_and_write_what_is_counted() -> None:
+    """Per expert, kernels as in such a loop; gradients of all tokens are filled and added, those of matrices are not."""
+    few, more = separate(4), separate(8)
+    ours = loops("mixtral-8x7b")
+    assert ours[1].forward_kernels - ours[0].forward_kernels == more.kernels(False) - few.kernels(False)
+    assert ours[1].backward_kernels - ours[0].backward_kernels == more.kernels(True) - few.kernels(True)
+    written = [
+        sum(sum(n for n, _ in call.touched) for call in one.calls if call.name in ("new_zeros", "add")) for one in (few, more)
+    ]
+    weights = 4 * 4 * 4 * TOKENS  # the weights of a token's four experts are added up in the same way
+    assert (written[1] - written[0] - weights) / (TOKENS * HIDDEN) == 4 * 4
+    workload = read_model("mixtral-8x7b")
+    assert ours[1].backward_seconds - ours[0].backward_seconds == 4 * 4 * workload.tokens * workload.hidden_size
+    assert ours[1].workspace_bytes == 0
+
+
+def test_experts_that_are_views_launch_and_write_what_is_counted() -> None:
+    """Per expert, two products forward; backward fills and adds gradients of all experts, and copies each to its place."""
+    few, more = viewed(4), viewed(8)
+    granite = parse_model(OF_FAMILY["granitemoe"], "granite")
+    workload = replace(granite, kernels=Kernels.EAGER_FLASH)
+    ours = [expert_loop(replace(workload, looped_experts=used), 1, 2.0) for used in (4, 8)]
+    assert ours[1].forward_kernels - ours[0].forward_kernels == more.kernels(False) - few.kernels(False)
+    copies = 2 * 4  # select_backward fills with zeros, and copies
+    assert ours[1].backward_kernels - ours[0].backward_kernels == more.kernels(True) - few.kernels(True) + copies
+    assert all(one.forward_seconds == 0 for one in ours)
+    all_experts = ours[0].workspace_bytes / 2
+    assert ours[1].backward_seconds - ours[0].backward_seconds == 4 * 4 * all_experts + 2 * 4 * all_experts / 8
 
 
 def test_a_loop_costs_the_more_the_more_experts_get_tokens() -> None:

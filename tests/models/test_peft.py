@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
 from autohete.hardware import load_hardware  # noqa: E402
 from autohete.profile import Profile, analytic_profile  # noqa: E402
+from autohete.tracing.on_cuda import one_kernel_dropout  # noqa: E402
 from autohete.workload import Kernels, Workload  # noqa: E402
 from autohete.workload.config import parse_model  # noqa: E402
 from autohete.workload.training import Adapters, Lora, Training  # noqa: E402
@@ -48,6 +49,11 @@ CASES: dict[str, tuple[Lora | None, bool]] = {
     "NF4 cast": (Lora(8, quantised=True, adapters=Adapters.CAST), False),
     "NF4 prepared": (Lora(8, quantised=True), True),
     "NF4 prepared, two layers": (Lora(8, TWO, quantised=True), True),
+    "under autocast, dropout": (Lora(8, dropout=0.1), True),
+    "cast, dropout": (Lora(8, adapters=Adapters.CAST, dropout=0.1), False),
+    "16 bit, dropout": (Lora(8, TWO, adapters=Adapters.PLAIN, dropout=0.1), False),
+    "NF4 under autocast, dropout": (Lora(8, quantised=True, prepared=False, dropout=0.1), True),
+    "NF4 prepared, dropout": (Lora(8, quantised=True, dropout=0.1), True),
 }
 
 
@@ -77,7 +83,8 @@ def model(lora: Lora | None) -> Any:
         made.is_loaded_in_4bit = True
         if lora.prepared is None and lora.adapters is None:
             made = peft.prepare_model_for_kbit_training(made, use_gradient_checkpointing=False)
-    config = peft.LoraConfig(r=lora.rank, target_modules=list(ALL if lora.targets == ("all",) else lora.targets))
+    targets = list(ALL if lora.targets == ("all",) else lora.targets)
+    config = peft.LoraConfig(r=lora.rank, target_modules=targets, lora_dropout=lora.dropout)
     return peft.get_peft_model(made, config, autocast_adapter_dtype=lora.adapters is not Adapters.PLAIN).train()
 
 
@@ -111,6 +118,7 @@ def kept_bytes(module: Any, compute: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_head_keep_as_many_bytes_as_in_a_real_training(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, whatever the format of adapters and base; and what one block hands to the next has the same size."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", one_kernel_dropout)
     lora, autocast = CASES[case]
     profile, whole = profiled(lora), model(lora)
     base = (whole if lora is None else whole.get_base_model()).model

@@ -75,9 +75,11 @@ def config_of(name: str) -> dict[str, Any]:
     return found
 
 
-#: A file of each family; of OLMo 3 no model is bundled.
+#: A file of each family; of OLMo 3 and GraniteMoE no model is bundled.
 OF_FAMILY = {config_of(name)["model_type"]: config_of(name) for name in reversed(model_names())}
 OF_FAMILY["olmo3"] = config_of("olmo-2-7b") | {"model_type": "olmo3", "sliding_window": 4096}
+_MIXTURE = {key: value for key, value in config_of("mixtral-8x7b").items() if key not in ("head_dim", "sliding_window")}
+OF_FAMILY["granitemoe"] = _MIXTURE | {"model_type": "granitemoe"}
 
 
 def small_config(family: str, sizes: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_more_hooks_make_no_pass_faster(profile: Profile, some: float, more: flo
     assert plain == [
         seconds for unit in profile.units for seconds in (unit.forward_seconds, unit.recompute_seconds, unit.backward_seconds)
     ]
-    few, many = (passes(profile, Hooks((count, count), (count, count), count)) for count in (some, some + more))
+    few, many = (passes(profile, Hooks((count,) * 3, (count,) * 3, count)) for count in (some, some + more))
     assert all(a <= b <= c for a, b, c in zip(plain, few, many, strict=True))
 
 
@@ -70,13 +70,14 @@ def test_long_passes_do_not_wait_for_their_host(kernels: Kernels) -> None:
 
 
 def test_a_short_pass_takes_what_its_hooks_and_operations_take() -> None:
-    """The forward of a Llama block on 64 tokens takes its 38 kernels' operations, and those of hooks: 13 modules, 9 weights."""
+    """The forward of a Llama block on 64 tokens takes its 38 kernels' operations, and those of hooks: 13 modules, 9 weights, of
+    which 2 are norms."""
     costs = analytic_profile(SHORT, A100).units[1]
     launch = A100.cpu.launch_seconds
-    assert (costs.modules, costs.tensors) == (13, 9)
+    assert (costs.modules, costs.tensors, costs.small_tensors) == (13, 9, 2)
     assert costs.forward_seconds == pytest.approx(38 * 3.2 * launch)
-    hooked = durations.forward(1, (30, 20))(analytic_profile(SHORT, A100))
-    assert hooked == pytest.approx((38 * 3.2 + 13 * 30 + 9 * 20) * launch)
+    hooked = durations.forward(1, (30, 20, 4))(analytic_profile(SHORT, A100))
+    assert hooked == pytest.approx((38 * 3.2 + 13 * 30 + 7 * 20 + 2 * 4) * launch)
 
 
 def test_adapters_cost_the_host_as_much_as_the_model() -> None:
@@ -85,6 +86,8 @@ def test_adapters_cost_the_host_as_much_as_the_model() -> None:
     adapted = analytic_profile(replace(SHORT, training=Training(lora=Lora(rank=16))), A100)
     assert adapted.units[1].forward_seconds > 2 * profile.units[1].forward_seconds
     assert (adapted.units[1].modules, adapted.units[1].tensors) == (13 + 4 * 7, 9 + 2 * 7)
+    large = 3  # of rank 16, those matrices that are as wide as the MLP, of 14,336
+    assert adapted.units[1].small_tensors == 2 + 2 * 7 - large
 
 
 def test_one_gpu_has_hooks_only_under_deepspeed() -> None:
@@ -101,4 +104,4 @@ def test_one_gpu_has_hooks_only_under_deepspeed() -> None:
 def test_hooks_are_counted(count: float) -> None:
     """Counts of operations are finite and not negative."""
     with pytest.raises(InputError, match="backward of hooks is"):
-        Hooks(backward=(0.0, count))
+        Hooks(backward=(0.0, count, 0.0))
