@@ -302,9 +302,9 @@ class Builder:
         if place >= 0:
             draft.follows = min(place, draft.follows)
 
-    def hold_up(self, blocker: TaskId) -> None:
-        """Make the pass after the one that ``blocker`` follows, and its synchronous fetches, wait for ``blocker``."""
-        place = self.drafts[self._index[blocker]].follows + 1
+    def hold_up(self, blocker: TaskId, overlapped: int = 0) -> None:
+        """Make a pass and its synchronous fetches wait for ``blocker``: ``overlapped`` passes after the one that follows it."""
+        place = self.drafts[self._index[blocker]].follows + 1 + overlapped
         if place < len(self.passes):
             for task in (self.passes[place], *self._synchronous.get(self.passes[place], ())):
                 self.after(task, blocker)

@@ -80,8 +80,8 @@ class Tasks(Protocol):
     def in_turn(self, tasks: Sequence[TaskId]) -> None:
         """Run ``tasks`` of one lane in this order, whatever the lane's discipline."""
 
-    def hold_up(self, blocker: TaskId) -> None:
-        """Make the pass after the one that ``blocker`` follows, and its synchronous fetches, wait for ``blocker``."""
+    def hold_up(self, blocker: TaskId, overlapped: int = 0) -> None:
+        """Make a pass and its synchronous fetches wait for ``blocker``: ``overlapped`` passes after the one that follows it."""
 
     def take_most_urgent(self) -> None:
         """Let all lanes but the GPU's run the most urgent ready task first."""
@@ -119,14 +119,18 @@ class BlockingCopies(Rule):
         kind: a copy that follows a pass, such as ``Kind.OFFLOAD_GRADIENTS``.
         units: units to which the rule applies. None: all.
         last_only: of several micro-batches, only the copies of the last.
+        overlapped: passes that may run before the GPU waits.
     """
 
     kind: Kind
     units: tuple[int, ...] | None = None
     last_only: bool = False
+    overlapped: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.overlapped < 0:
+            raise InputError(f"{self}: overlapped is {self.overlapped}: give 0 or more passes")
 
     def apply(self, tasks: Tasks) -> None:
         """See :class:`Rule`."""
@@ -134,7 +138,7 @@ class BlockingCopies(Rule):
         first = max((copy.micro_batch for copy in copies), default=0) if self.last_only else 0
         for copy in copies:
             if (self.units is None or copy.unit in self.units) and copy.micro_batch >= first:
-                tasks.hold_up(copy)
+                tasks.hold_up(copy, self.overlapped)
 
 
 @dataclass(frozen=True, slots=True)

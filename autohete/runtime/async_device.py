@@ -296,7 +296,8 @@ class AsyncDevice(EmulatedDevice):
             if changed and [tensor is changed[0] for tensor in tensors] == [True]:  # numbers are drawn into a tensor
                 drawn = torch.empty_like(changed[0])
                 func(drawn, *args[1:], **kwargs)
-                func, args, kwargs, tensors = torch.ops.aten.copy_.default, (changed[0], drawn), {}, [changed[0], drawn]
+                # An accelerator draws them in the kernel: nothing else has seen ``drawn``, whose memory is soon used again.
+                func, args, kwargs, tensors = torch.ops.aten.copy_.default, (changed[0], drawn), {}, changed
                 schema = func._schema
             else:
                 stream.record().synchronize()

@@ -456,7 +456,7 @@ def _rule(dice: Dice, units: int) -> Rule:
     )
     count = dice.whole(1, 4)
     others = (
-        BlockingCopies(following, some if dice.flip() else None, dice.flip()),
+        BlockingCopies(following, some if dice.flip() else None, dice.flip(), dice.whole(0, 2)),
         Window(count),
         Slots(dice.of(sorted(SLOTTED)), count),
     )

@@ -53,6 +53,8 @@ EVERY_POLICY = [
     "twin_flow:ratio=40",
     "deep_optimizer_states",
     "offload_activations",
+    "te_offload:layers=1",
+    "te_offload:layers=2",
     "streamed_states",
     "rotor",
     "capuchin",

@@ -77,7 +77,7 @@ def test_every_policy_trains_to_the_bit(policy: str, precision: Precision, tied:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [*POLICIES, "l2l:paper,host_stash", "rotor", "capuchin"])
+@pytest.mark.parametrize("policy", [*POLICIES, "l2l:paper,host_stash", "rotor", "capuchin", "te_offload:layers=2"])
 def test_attention_and_mlp_by_themselves_train_to_the_bit(policy: str) -> None:
     """Where attention and MLP are units of their own, with their own decisions, training has the bits of whole blocks."""
     workload = replace(SMALL, transformer_blocks=2, units=Units.SUBLAYER)

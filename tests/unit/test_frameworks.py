@@ -57,6 +57,7 @@ RUN_BY = [
     ("resident:zero_stage=2,deepspeed", LLAMA, "deepspeed llamafactory trainer"),
     ("offload_activations", replace(LLAMA, training=PURE), "llamafactory trainer"),
     ("offload_activations:streams", replace(LLAMA, training=PURE), "torchtune trainer"),
+    ("te_offload:layers=5", LLAMA, "megatron transformer_engine trainer"),
     ("resident", replace(LLAMA, training=Training(Lora(8))), "llamafactory trainer"),
     ("resident", replace(LLAMA, training=Training(Lora(8, quantised=True))), "llamafactory"),
     ("resident", replace(LLAMA, units=Units.SUBLAYER), ""),

@@ -10,6 +10,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paper import profile_with
 from support.plans import with_drives
 
 from autohete.analysis.occupancy import contents
@@ -601,3 +602,21 @@ def test_a_search_space_has_each_choice_once_and_none_without_effect(hardware: H
     spaces = {name: search_space(name, profile) for name in ("zero_infinity", "resident")}
     assert ("zero_infinity:pipeline,offload_param" in spaces["zero_infinity"]) == bool(hardware.places)
     assert ("resident:zero_stage=3" in spaces["resident"]) == (hardware.gpus > 1)
+
+
+# --- Transformer Engine -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu_bytes", "layers"), [(416, 0), (415, 1), (376, 1), (375, 2), (344, 2), (343, 2)])
+def test_transformer_engine_offloads_the_fewest_layers_that_fit(gpu_bytes: int, layers: int) -> None:
+    """Each layer of the paper's model that leaves frees 40 or 32 bytes at the peak; the last one always stays."""
+    profile = profile_with(gpu_bytes, 1)
+    plan = parse_policy("te_offload").plan(profile, judge_for(profile))
+    assert [unit.kept.leaves for unit in plan.units[1:-1]] == [True] * layers + [False] * (3 - layers)
+
+
+def test_transformer_engine_keeps_the_last_layer() -> None:
+    """A number of layers that leaves none on the GPU is refused with the largest that is allowed."""
+    profile = profile_with(1000, 1)
+    with pytest.raises(InputError, match="at most 2"):
+        parse_policy("te_offload:layers=3").plan(profile, judge_for(profile))
