@@ -447,6 +447,12 @@ class Workload(Hashed):
         is_muon = self.training.optimizer in (Optimizer.MUON, Optimizer.MUON_PURE_BF16)
         return () if outer or is_muon else (Product(self.vocabulary_size, self.hidden_size),)
 
+    def projected_matrices(self, unit: int) -> tuple[Product, ...]:
+        """Those whose gradients GaLore projects: the linear layers of blocks, each by itself."""
+        if self.training.galore is None or not self.trains_base(unit):
+            return ()
+        return tuple(layer.shape for layer in self.linear_layers(unit))
+
     def trained_tensors(self, unit: int) -> tuple[int, ...]:
         """Elements of each trained tensor of the unit, as ``transformers`` has them. Those of no matrix count as one."""
         layers = [layer.shape for layer in self.linear_layers(unit)] if self.trains_base(unit) else []
