@@ -70,7 +70,8 @@ def _example(name: str) -> Iterator[str]:
     yield (
         f"Five units, of which the first is the embedding and the last the head, under `{head['policy']}` with "
         f"{int(head['gpu bytes']):,} bytes of GPU memory (`tests/golden/{case}.txt`). "
-        "[Kinds of task](/docs/reference/tasks.md) explains the letters; pale tasks belong to the iteration before or after."
+        "Bars have the number of their unit; pale ones belong to the iteration before or after. [Kinds of "
+        "task](/docs/reference/tasks.md) has what each does."
     )
     yield as_picture(gantt_figure(trace, _SHOWN, _SHOWN, head["policy"]), f"One iteration of {name}")
     yield "On paper: " + re.sub(r"([*_<])", r"\\\1", paper)

@@ -473,6 +473,14 @@ def test_galore_is_refused_where_it_is_not_defined(training: dict[str, Any], mes
         GaLore(8, 0)
 
 
+def test_options_of_galore() -> None:
+    """A rank alone means a decomposition every 200 updates, and a gap without a rank is refused."""
+    assert Shape(galore=64).training() == Training(galore=GaLore(64, 200))
+    assert Shape(galore=64, galore_gap=500, optimizer="adamw8bit").training().galore == GaLore(64, 500)
+    with pytest.raises(InputError, match="--galore-gap describes GaLore.*--galore 1024"):
+        Shape(galore_gap=500).changes()
+
+
 def test_projected_states_stay_whole_and_on_the_gpu() -> None:
     """The CPU has no kernel for them, and several GPUs cannot share them."""
     gpt = named_workload("gpt-2b", training=Training(galore=GaLore(128)))
