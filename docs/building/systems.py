@@ -95,7 +95,7 @@ def _flags(name: str) -> Iterator[str]:
 def _arguments(docstring: str) -> dict[str, str]:
     """What the section ``Args`` of a docstring says of each argument."""
     section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
-    found = {}
+    found: dict[str, str] = {}
     for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
         found |= dict.fromkeys(names.split(", "), _markdown(" ".join(text.split())))
     return found

@@ -459,7 +459,7 @@ def test_decompositions_of_galore_cost_their_share() -> None:
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"optimizer": Optimizer.MUON, "galore": GaLore(8)}, "GaLore projects the gradients of adamw.*not of muon"),
+        ({"optimizer": Optimizer.MUON, "galore": GaLore(8)}, r"GaLore projects the gradients of adamw.*not of muon"),
         ({"galore": GaLore(8), "lora": Lora(8)}, "leave out one"),
     ],
 )
@@ -477,7 +477,7 @@ def test_options_of_galore() -> None:
     """A rank alone means a decomposition every 200 updates, and a gap without a rank is refused."""
     assert Shape(galore=64).training() == Training(galore=GaLore(64, 200))
     assert Shape(galore=64, galore_gap=500, optimizer="adamw8bit").training().galore == GaLore(64, 500)
-    with pytest.raises(InputError, match="--galore-gap describes GaLore.*--galore 1024"):
+    with pytest.raises(InputError, match=r"--galore-gap describes GaLore.*--galore 1024"):
         Shape(galore_gap=500).changes()
 
 
