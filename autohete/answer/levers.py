@@ -111,13 +111,12 @@ def _all(workload: Workload) -> Iterator[Lever]:
     if workload.training.optimizer is Optimizer.ADAMW:
         yield Lever("8-bit AdamW", Group.OPTIMIZER, False, {}, {"optimizer": Optimizer.ADAMW8BIT})
         if workload.precision is Precision.BF16:
-            if workload.training.galore is None:
-                yield Lever("AdamW with states in bf16", Group.OPTIMIZER, False, {}, {"optimizer": Optimizer.ADAMW_BF16})
+            yield Lever("AdamW with states in bf16", Group.OPTIMIZER, False, {}, {"optimizer": Optimizer.ADAMW_BF16})
             yield Lever("AdamW in pure bf16", Group.OPTIMIZER, False, {}, {"optimizer": Optimizer.ADAMW_PURE_BF16})
             yield Lever("8-bit AdamW in pure bf16", Group.OPTIMIZER, False, {}, {"optimizer": Optimizer.ADAMW8BIT_PURE_BF16})
     if workload.precision is Precision.BF16 and not workload.training.fp8:
         yield Lever("products in fp8", Group.PRECISION, False, {}, {"fp8": True})
-    if all(one is None for one in (workload.training.lora, workload.training.last_blocks, workload.training.galore)):
+    if workload.training.lora is None and workload.training.last_blocks is None:
         yield Lever(LORA, Group.ADAPTERS, False, {}, {"lora": Lora(_RANK)})
         yield Lever(QLORA, Group.ADAPTERS, False, {}, {"lora": Lora(_RANK, quantised=True)})
 

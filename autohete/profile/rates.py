@@ -20,7 +20,7 @@ CHUNKED_SHARE = 0.65
 ATTENTION_BACKWARD = 2.5
 #: FLOPs/s of a singular value decomposition, on any GPU: products with vectors, which wait for memory, alternate with small
 #: ones. Derived from up to 20 minutes for the projectors of Llama 7B, 4.7e14 FLOPs in 224 matrices (GaLore 2, arXiv 2504.20437,
-#: as reviewed at themoonlight.io; the GPU is not named).
+#: as reviewed at themoonlight.io, which names no GPU): the least that it reaches.
 _SVD_FLOPS = 3.9e11
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from autohete.answer.levers import levers
 from autohete.cli.question import Shape
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -471,6 +472,14 @@ def test_galore_is_refused_where_it_is_not_defined(training: dict[str, Any], mes
         GaLore(0)
     with pytest.raises(InputError, match="every 0 updates"):
         GaLore(8, 0)
+
+
+def test_levers_keep_galore() -> None:
+    """Every lever of a training with GaLore is a training: with another optimizer that it projects, and without adapters."""
+    gpt = named_workload("gpt-2b", training=Training(galore=GaLore(64)))
+    found = [lever.pulled(gpt).training for lever in levers(gpt)]
+    assert {training.galore for training in found} == {GaLore(64)}
+    assert {training.optimizer for training in found} >= {Optimizer.ADAMW, Optimizer.ADAMW8BIT, Optimizer.ADAMW_PURE_BF16}
 
 
 def test_options_of_galore() -> None:
