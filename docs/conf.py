@@ -5,11 +5,20 @@ where the code is hosted.
 """
 
 from autohete import __version__
+from docs.building.systems import PAGES
 
 project = "AutoHete"
 version = release = __version__
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/**.md", "docs/notebooks/*.py"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "docs/**.md",
+    "docs/notebooks/*.py",
+    *PAGES,
+]
 exclude_patterns = [".*", "build", "dist", "**/__pycache__"]
 extensions = [
     "myst_parser",
@@ -19,6 +28,7 @@ extensions = [
     "docs.building.comments",
     "docs.building.navigation",
     "docs.building.notebooks",
+    "docs.building.systems",
 ]
 navigation_pages = [root_doc, "docs/reference/api"]
 

@@ -60,7 +60,7 @@ from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Adapters, Lora, Training
+from autohete.workload.training import Adapters, GaLore, Lora, Training
 from experiments.shared import csv_text
 
 FOLDER = Path(__file__).parent / "published"
@@ -178,6 +178,8 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
         lora = fields.pop("lora")
         adapters = Adapters(lora["adapters"]) if "adapters" in lora else None
         training["lora"] = Lora(**lora | {"targets": tuple(lora["targets"]), "adapters": adapters})
+    if "galore" in fields:
+        training["galore"] = GaLore(**fields.pop("galore"))
     if training:
         fields["training"] = Training(**training)
     if model is not None or config is not None:

@@ -14,7 +14,7 @@ from autohete.errors import InputError, check_fields
 from autohete.workload import FusedAttention, Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Adapters, Lora, Training
+from autohete.workload.training import Adapters, GaLore, Lora, Training
 
 if TYPE_CHECKING:
     from autohete.hardware import Hardware
@@ -36,9 +36,12 @@ _OptimizerName = Literal[
     "adafactor_pure_bf16",
     "muon",
     "muon_pure_bf16",
+    "came",
+    "lomo",
+    "adalomo",
 ]
 #: Options that together are one field of ``Workload``.
-_TRAINING = ("optimizer", "lora", "lora_targets", "qlora", "adapters", "prepared", "train_last")
+_TRAINING = ("optimizer", "galore", "galore_gap", "lora", "lora_targets", "qlora", "adapters", "prepared", "train_last")
 #: Those that describe adapters.
 _OF_ADAPTERS = ("lora_targets", "qlora", "adapters", "prepared")
 #: Options that are short for a hardware figure.
@@ -105,8 +108,13 @@ class Shape:
         Tokens per document, of which each sequence packs several; attention stays within a document.
     optimizer:
         adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw_pure_bf16 (states in bf16, no masters),
-        adamw8bit, sgd, sgd_momentum, adafactor, muon, or without masters adamw8bit_pure_bf16, adafactor_pure_bf16,
-        muon_pure_bf16.
+        adamw8bit, sgd, sgd_momentum, adafactor, muon, came, or without masters adamw8bit_pure_bf16, adafactor_pure_bf16,
+        muon_pure_bf16, lomo, adalomo.
+    galore:
+        Rank to which GaLore projects the gradients of linear layers of blocks, such as 1024; with adamw or adamw8bit, also
+        without masters.
+    galore_gap:
+        Updates between two decompositions of a gradient, which give GaLore's projectors. Default: 200.
     lora:
         Rank of low-rank adapters, such as 16; all other parameters are frozen.
     lora_targets:
@@ -140,6 +148,8 @@ class Shape:
     loss_chunks: Whole | None = None
     document_length: Annotated[Whole | None, Parameter(name="--documents")] = None
     optimizer: _OptimizerName | None = None
+    galore: Whole | None = None
+    galore_gap: Whole | None = None
     lora: Whole | None = None
     lora_targets: str | None = None
     qlora: bool | None = None
@@ -173,11 +183,16 @@ class Shape:
                 f"--{described.replace('_', '-')} describes adapters, but there are none: give --lora RANK as well, such as "
                 "--lora 16"
             )
+        if self.galore is None and self.galore_gap is not None:
+            raise InputError(
+                "--galore-gap describes GaLore, but there is none: give --galore RANK as well, such as --galore 1024"
+            )
+        galore = None if self.galore is None else GaLore(self.galore, 200 if self.galore_gap is None else self.galore_gap)
         if self.lora is None:
-            return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8)
+            return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8, galore=galore)
         targets = tuple(name.strip() for name in ("all" if self.lora_targets is None else self.lora_targets).split(","))
         lora = Lora(self.lora, targets, bool(self.qlora), self.adapters, self.prepared)
-        return Training(lora, self.train_last, optimizer, fp8)
+        return Training(lora, self.train_last, optimizer, fp8, galore=galore)
 
     def workload(self, name: str | None, model: str | None = None) -> Workload:
         """Return the named workload, or the model of a ``config.json``, with these figures changed; without either, one of this

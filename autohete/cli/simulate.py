@@ -44,7 +44,6 @@ def simulate(
     from autohete.plan.policy import Verdict
     from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
     from autohete.simulate.summary import answer_or_refusal
-    from autohete.workload.optimizers import has_cpu_kernel
 
     chosen = question.answerable()
     compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
@@ -52,7 +51,7 @@ def simulate(
         *(CANNOT_CLIP if chosen.workload.clips else ()),
         *(CANNOT_ACCUMULATE if chosen.workload.micro_batches > 1 else ()),
     )
-    if not has_cpu_kernel(chosen.workload.training.optimizer):
+    if not chosen.workload.training.has_cpu_kernel:
         cannot += UPDATE_ON_CPU
     compared = tuple(name for name in compared if name not in cannot)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}

@@ -7,9 +7,10 @@ from functools import lru_cache
 from autohete.errors import InputError, OptimizerError
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, saved_parts
+from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.profile import Profile, SavedTensors, UnitProfile
 from autohete.schedule import GPU_MEMORY, Value
-from autohete.workload.optimizers import updates_any_share
+from autohete.workload.optimizers import updates_in_backward
 
 
 class Shards:
@@ -148,17 +149,34 @@ class Shards:
                 )
 
     def _check_optimizer(self) -> None:
-        optimizer, plan = self._profile.workload.training.optimizer, self._plan
+        training, plan = self._profile.workload.training, self._plan
+        if updates_in_backward(training.optimizer):
+            self._check_updates_in_backward()
         units = range(len(plan.units))
         if any(self.updates_on(unit, Processor.CPU) for unit in units):
             self._profile.check_cpu_updates()
         cut = (unit for unit in units if self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1)
         whole = next((unit for unit in cut if not self._profile.updates_any_share(unit)), None)
         if whole is not None:
-            several = updates_any_share(optimizer) and f"unit {whole} has several optimizers, or one that"
+            several = training.updates_any_share and f"unit {whole} has several optimizers, or one that"
             raise OptimizerError(
-                f"the plan updates parts of a unit by themselves, but {several or optimizer} needs whole parameters: "
-                "choose another optimizer, such as adamw, or leave zero_stage and the share of the update at 0 and parts at 1"
+                f"the plan updates parts of a unit by themselves, but {several or training.update_name} needs whole "
+                "parameters: choose another optimizer, such as adamw, or leave zero_stage and the share of the update at 0 and "
+                "parts at 1"
+            )
+
+    def _check_updates_in_backward(self) -> None:
+        w = self._profile.workload
+        why = {
+            "the plan's updates wait for its end": GpuUpdatesAfterBackward() in self._plan.rules,
+            "gradients of several micro-batches are summed": w.micro_batches > 1,
+            "gradients are clipped by their global norm": w.clips,
+        }
+        reason = next((reason for reason, holds in why.items() if holds), None)
+        if reason is not None:
+            raise OptimizerError(
+                f"{w.training.optimizer} updates within backward, but {reason}: choose another optimizer, such as adamw, or "
+                "train one micro-batch without clipping under resident:in_backward"
             )
 
 

@@ -33,7 +33,7 @@ ZERO2_TO_OWNERS = FlatBuffers(reduce_copies=3)
 #: layers and identities take 27 to 29 and 18 to 20 forward, 19 to 21 and 33 to 37 backward; blocks with and without adapters
 #: as much as this, within 8 %, and on a loaded machine up to a third more. Small parameters are never released, and their hooks
 #: take 1 to 9 forward and 22 to 27 backward, in which their gradients are reduced as well. DeepSpeed 0.12.6 takes as much,
-#: within 10 %. Hooks of stages 1 and 2 take gradients to their bucket (9 to 14).
+#: within 15 %. Hooks of stages 1 and 2 take gradients to their bucket (9 to 14).
 ZERO3_HOOKS, ZERO2_HOOKS = Hooks((30, 24, 5), (22, 39, 25)), Hooks(backward=(0, 11, 11))
 #: Those of FSDP gather and release whole units, parameter by parameter (21 to 30 forward, 25 to 36 backward).
 FSDP1_HOOKS, FSDP2_HOOKS = Hooks((0, 26, 26), (0, 31, 31)), Hooks((0, 25, 25), (0, 30, 30))

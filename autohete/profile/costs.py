@@ -14,7 +14,7 @@ from autohete.printable import shown
 from autohete.quantities import format_bytes, format_seconds
 from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload
-from autohete.workload.optimizers import Optimizer, check_cpu_kernel, has_cpu_kernel, moment_bytes, updates_any_share
+from autohete.workload.optimizers import Optimizer, moment_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -303,7 +303,7 @@ class Profile:
     @property
     def cpu_updates(self) -> bool:
         """Whether the CPU can update: it has a kernel of the optimizer, or its updates have been measured."""
-        return self._measured_on_cpu or has_cpu_kernel(self.workload.training.optimizer)
+        return self._measured_on_cpu or self.workload.training.has_cpu_kernel
 
     def check_cpu_updates(self) -> None:
         """Check that the CPU can update.
@@ -312,7 +312,7 @@ class Profile:
             OptimizerError: it cannot.
         """
         if not self._measured_on_cpu:
-            check_cpu_kernel(self.workload.training.optimizer)
+            self.workload.training.check_cpu_kernel()
 
     @property
     def _measured_on_cpu(self) -> bool:
@@ -320,7 +320,7 @@ class Profile:
 
     def updates_any_share(self, unit: int) -> bool:
         """Whether a part of a unit can be updated by itself."""
-        return updates_any_share(self.workload.training.optimizer) and not self.units[unit].is_whole
+        return self.workload.training.updates_any_share and not self.units[unit].is_whole
 
     def parameter_bytes(self, unit: int) -> int:
         """Size of all parameters of ``block`` where the GPU computes with them."""

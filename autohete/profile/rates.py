@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from autohete.hardware import Gpu
 from autohete.profile.attention import attention_speed
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
 from autohete.workload import Precision, Workload
-from autohete.workload.optimizers import newton_schulz, orthogonalised, state_bytes, temporary_bytes
+from autohete.workload.model import Product
+from autohete.workload.optimizers import newton_schulz, orthogonalised, state_bytes, temporary_bytes, workspace_bytes
 
 #: cuBLAS processes K in steps and fills its pipeline once per tile; a product of inner size K reaches
 #: K / (K + 256) of the rate of a long one (NVIDIA, "Matrix Multiplication Background", shape of the K sweep).
@@ -15,6 +18,10 @@ _GEMM_INNER_HALF = 256
 CHUNKED_SHARE = 0.65
 #: Backward of attention computes five products where forward computes two (Dao et al. 2022, algorithm 4).
 ATTENTION_BACKWARD = 2.5
+#: FLOPs/s of a singular value decomposition, on any GPU: products with vectors, which wait for memory, alternate with small
+#: ones. Derived from up to 20 minutes for the projectors of Llama 7B, 4.7e14 FLOPs in 224 matrices (GaLore 2, arXiv 2504.20437,
+#: as reviewed at themoonlight.io, which names no GPU): the least that it reaches.
+_SVD_FLOPS = 3.9e11
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
@@ -87,19 +94,47 @@ class Rates:
         """
         return max(busy + kernels * self.overhead, host)
 
-    def _update(self, unit: int, trained: int) -> tuple[float, int]:
-        """Time of an update of ``trained`` parameters on the GPU, and the size of its states. States and masters are read and
-        written, gradients read, and parameters written; without masters these are read, too.
+    def _update(self, unit: int, trained: int) -> tuple[float, int, int]:
+        """Time of an update of ``trained`` parameters on the GPU, the size of its states, and of its temporaries. States and
+        masters are read and written, gradients read, and parameters written; without masters these are read, too.
         """
         w, element = self.workload, self.element
-        optimizer, matrices = w.training.optimizer, w.trained_matrices(unit)
+        optimizer, matrices, galore = w.training.optimizer, w.trained_matrices(unit), w.training.galore
         states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
         accesses = 2 if w.has_masters else 3
-        traffic = 2 * states + trained * accesses * element + trained * temporary_bytes(optimizer)
-        seconds = traffic / self.bandwidth + self.overhead
+        largest = max((one.parameters // one.matrices for one in w.tensors(unit, trained=True)), default=0)
+        workspace = workspace_bytes(optimizer) * largest
+        seconds = trained * (accesses * element + temporary_bytes(optimizer)) / self.bandwidth + self.overhead
+        if galore is not None:
+            for matrix in w.projected_matrices(unit):
+                smaller = galore.states_of(matrix)
+                states += math.ceil(
+                    state_bytes(optimizer, smaller.parameters, (), mixed=False)
+                    - state_bytes(optimizer, matrix.parameters, (), mixed=False)
+                    + (4 if w.has_masters else element) * galore.projector_of(matrix).parameters
+                )
+                projected, held = self._projected(matrix, smaller, galore.gap)
+                seconds, workspace = seconds + projected, max(workspace, held)
+        seconds += 2 * states / self.bandwidth
         for matrix in orthogonalised(optimizer, matrices):
             products = newton_schulz(matrix)
             seconds += (
                 sum(self._gemm_seconds(*sizes, batch=matrix.matrices) for sizes in products) + len(products) * self.overhead
             )
-        return seconds, states
+        return seconds, states, workspace
+
+    def _projected(self, matrix: Product, states: Product, gap: int) -> tuple[float, int]:
+        """What GaLore adds to the update of a matrix, and what it holds at the most.
+
+        Two products. Copies: the parameter is cloned, the update scaled and read once more (``adamw8bit.py``, ``step``). Every
+        ``gap`` updates a decomposition in fp32 of ``6 m n^2 + 20 n^3`` FLOPs (Golub and Van Loan, "Matrix Computations",
+        section 8.6, R-SVD with vectors), which holds the cast gradient, the copy that it destroys, and both factors.
+        """
+        large, rank = states.columns, states.inner
+        small = matrix.parameters // matrix.matrices // large
+        products = ((large, rank, small), (large, small, rank))
+        seconds = sum(self._gemm_seconds(*sizes, batch=matrix.matrices) + self.overhead for sizes in products)
+        seconds += 5 * self.element * matrix.parameters / self.bandwidth
+        decomposition = (6 * large * small**2 + 20 * small**3) / _SVD_FLOPS
+        held = 4 * (3 * large * small + small**2)
+        return seconds + matrix.matrices * decomposition / gap, held

@@ -248,13 +248,14 @@ class _Roofline(Rates):
                 + added.workspace_bytes,
             )
         frozen_parameters = w.frozen_parameters(unit)
-        update, states = self._update(unit, parameters - frozen_parameters)
+        update, states, temporaries = self._update(unit, parameters - frozen_parameters)
         return UnitProfile(
             role=role,
             parameters=parameters,
             forward_seconds=forward,
             backward_seconds=backward,
             gpu_update_seconds=update,
+            gpu_update_workspace_bytes=temporaries,
             input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else stream_bytes)),
             activation_bytes=round(activations),
             forward_workspace_bytes=round(workspaces[0]),
@@ -262,7 +263,7 @@ class _Roofline(Rates):
             saved=saved,
             frozen_parameters=frozen_parameters,
             frozen_bytes=w.frozen_bytes(unit),
-            state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
+            state_bytes=None if w.training.update_name == Optimizer.ADAMW else states,
             shorter_recompute_seconds=shorter,
             largest_parameter=max((matrix.parameters for matrix in w.trained_matrices(unit)), default=None),
             forward_host_seconds=forward_host,

@@ -34,7 +34,7 @@ class TracedRoofline(Rates):
         saved = within(tuple(self._saved(unit)), kept) if w.is_inner(number) else ()
         shared = w.table.beside_bytes.at(batch) + largest(w.table.beside_gradient_bytes, batch)
         beside = 0 if number else shared
-        update, states = self._update(number, parameters - frozen)
+        update, states, temporaries = self._update(number, parameters - frozen)
         forward, backward = ([(row, row.count) for row in rows] for rows in (unit.forward, unit.backward))
         return UnitProfile(
             role=w.role(number),
@@ -42,13 +42,14 @@ class TracedRoofline(Rates):
             forward_seconds=self._seconds(forward),
             backward_seconds=self._seconds(backward, backward=True),
             gpu_update_seconds=update,
+            gpu_update_workspace_bytes=temporaries,
             input_bytes=input_bytes + beside,
             activation_bytes=input_bytes + beside + kept,
             forward_workspace_bytes=largest(unit.forward_workspace_bytes, batch),
             backward_workspace_bytes=largest(unit.backward_workspace_bytes, batch),
             saved=saved,
             frozen_parameters=frozen,
-            state_bytes=None if w.training.optimizer is Optimizer.ADAMW else states,
+            state_bytes=None if w.training.update_name == Optimizer.ADAMW else states,
             largest_parameter=max((one.count for one in unit.parameters if not one.frozen), default=None),
             forward_host_seconds=self._host_seconds(_launches(forward)),
             backward_host_seconds=self._host_seconds(_launches(backward), backward=True),

@@ -80,13 +80,14 @@ def _nodes() -> _Rows:
 
 def _policies() -> _Rows:
     rows = (
-        (name, ", ".join(f"{field.name}={_flag_text(field.default)}" for field in dataclasses.fields(system)))
+        (name, ", ".join(f"{field.name}={flag_text(field.default)}" for field in dataclasses.fields(system)))
         for name, system in POLICIES.items()
     )
     return table("policies", ["name", "flags (with their defaults)"], left=2), rows
 
 
-def _flag_text(value: object) -> str:
+def flag_text(value: object) -> str:
+    """The value of a flag as it is given."""
     return {True: "on", False: "off", None: "auto"}[value] if value is None or isinstance(value, bool) else str(value)
 
 

@@ -238,9 +238,9 @@ class Preparation:
         if options.profile is not None:
             workload = options.profile.workload
             wanted = options.recipe.updates.simulated_by(DTYPES[workload.precision])
-            if workload.training.optimizer is not wanted:
+            if workload.training.update_name != wanted:
                 raise InputError(
-                    f"the profile is of training with {workload.training.optimizer}, the optimizer is {wanted}: measure a "
+                    f"the profile is of training with {workload.training.update_name}, the optimizer is {wanted}: measure a "
                     "profile with it, or leave the profile out"
                 )
             profile = with_parameters_of(partition, options.profile)

@@ -460,6 +460,12 @@ class Workload(Hashed):
         rest = self.unit_parameters(unit) - sum(one.parameters for one in matrices)
         return (*matrices, *([Product(rest, 1)] if rest else []))
 
+    def projected_matrices(self, unit: int) -> tuple[Product, ...]:
+        """Those whose gradients GaLore projects: the linear layers of blocks, each by itself."""
+        if self.training.galore is None or not self.trains_base(unit):
+            return ()
+        return tuple(layer.shape for layer in self.linear_layers(unit))
+
     def _adapter_parameters(self, unit: int) -> int:
         return sum(product.parameters for product in self.adapter_products(unit))
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from autohete.errors import OptimizerError
 from autohete.workload.model import Product
 
 
@@ -19,7 +18,7 @@ class Optimizer(StrEnum):
 
     ``ADAMW_BF16`` has its master weights and moments in bf16. With ``PURE_BF16`` there are no masters: parameters in bf16 are
     updated as they are. ``MUON`` updates the matrices of blocks, and AdamW the rest:
-    embedding, head, norms and biases.
+    embedding, head, norms and biases. ``LOMO`` and ``ADALOMO`` have no masters either, and update within backward.
     """
 
     ADAMW = "adamw"
@@ -33,6 +32,9 @@ class Optimizer(StrEnum):
     ADAFACTOR_PURE_BF16 = "adafactor_pure_bf16"
     MUON = "muon"
     MUON_PURE_BF16 = "muon_pure_bf16"
+    CAME = "came"
+    LOMO = "lomo"
+    ADALOMO = "adalomo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,12 @@ class _Optimizer:
         cpu_kernel: has a fused kernel for the CPU.
         shares: any elements can be updated by themselves, as ZeRO and shared updates need it.
         temporaries: traffic in addition to one pass over states, master, gradient and parameter.
+        workspace: temporaries that are held at a time, of one parameter after another.
         number: bytes of a number of these states.
-        factored: matrices have a row and a column of statistics instead of ``states``, which vectors have.
-        orthogonalised: matrices are updated as a whole; ``states`` are those of matrices, vectors have AdamW's.
+        vector_states: moments of what is no matrix; None: ``states``.
+        factors: statistics of which a matrix has a row and a column each, besides ``states``.
+        orthogonalised: matrices are updated as a whole.
+        in_backward: updates within backward only, where gradients of all parameters are never there together.
     """
 
     label: str
@@ -59,9 +64,12 @@ class _Optimizer:
     cpu_kernel: bool = False
     shares: bool = True
     temporaries: float = 0
+    workspace: int = 0
     number: int = 4
-    factored: bool = False
+    vector_states: float | None = None
+    factors: int = 0
     orthogonalised: bool = False
+    in_backward: bool = False
 
 
 _ADAMW_STATES = 8
@@ -73,9 +81,54 @@ _FUSED_SGD = "torch 2.13, torch._fused_sgd_, for CPU and CUDA"
 # Without fused kernel: squares (fp32 read, written), their means by row and column (8 read), the update (12), its norm (4)
 # and scaling (8).
 _ADAFACTOR = _Optimizer(
-    "Adafactor", "transformers, optimization.py, no first moment", 4, temporaries=40, shares=False, factored=True
+    "Adafactor",
+    "transformers, optimization.py, no first moment",
+    0,
+    temporaries=40,
+    shares=False,
+    vector_states=4,
+    factors=1,
 )
-_MUON = _Optimizer("Muon", "torch 2.13, optim/_muon.py", 4, shares=False, orthogonalised=True)
+_MUON = _Optimizer("Muon", "torch 2.13, optim/_muon.py", 4, shares=False, vector_states=8, orthogonalised=True)
+# All in fp32, without fused kernel, in the order of ``step``; what reads or writes gradient (2), moment (8), master (8) and
+# parameter (2) once is no temporary. Cast (2 + 4), norm of the parameter (4), squares and eps (16), their means (8), the
+# approximation (4) times the gradient (12), its norm and scaling (12), moment (20), residual, its square and eps (28), their
+# means (8), the approximation (4) times the moment (12), decay (8), times the rate (8), negated (8), added (12): 170 - 18.
+# At the largest, the cast and three arrays are held: the update, the residual, and its square or the approximation.
+_CAME = _Optimizer(
+    "CAME",
+    "github yangluo7/CAME at e77c5c0, came_pytorch/CAME.py",
+    4,
+    temporaries=152,
+    workspace=16,
+    shares=False,
+    vector_states=8,
+    factors=2,
+)
+# Without fused kernel: gradient and parameter are cast to fp32 (6 + 6), the parameter is updated (12) and copied back (6), less
+# one access to each of 16 bits and a second to the parameter. Both casts are held.
+_LOMO = _Optimizer(
+    "LOMO",
+    "github OpenLMLab/LOMO at 45d4bac, lomo_optim/lomo.py, fuse_update",
+    0,
+    master=0,
+    temporaries=24,
+    workspace=8,
+    in_backward=True,
+)
+# The same, and of the gradient: division by the scale of the loss (8), squares and eps (16), their means (8), the approximation
+# (4) times the gradient (12), its norm and scaling (12), norm of the parameter (4). Cast gradient, update and cast parameter
+# are held.
+_ADALOMO = replace(
+    _LOMO,
+    label="AdaLOMO",
+    source="github OpenLMLab/LOMO at 45d4bac, lomo_optim/adalomo.py, fuse_update",
+    temporaries=88,
+    workspace=12,
+    shares=False,
+    vector_states=4,
+    factors=1,
+)
 _OPTIMIZERS = {
     Optimizer.ADAMW: _Optimizer(
         "AdamW", "torch 2.13, torch._fused_adamw_; DeepSpeed csrc/adam/cpu_adam.cpp", _ADAMW_STATES, cpu_kernel=True
@@ -95,13 +148,16 @@ _OPTIMIZERS = {
         _ADAFACTOR,
         label="Adafactor in bf16 without masters",
         source="torch 2.13, optim/_adafactor.py",
-        states=2,
+        vector_states=2,
         number=2,
         master=0,
         temporaries=20,
     ),
     Optimizer.MUON: _MUON,
-    Optimizer.MUON_PURE_BF16: replace(_MUON, label="Muon in bf16 without masters", states=2, number=2, master=0),
+    Optimizer.MUON_PURE_BF16: replace(_MUON, label="Muon in bf16 without masters", states=2, vector_states=4, master=0),
+    Optimizer.CAME: _CAME,
+    Optimizer.LOMO: _LOMO,
+    Optimizer.ADALOMO: _ADALOMO,
 }
 #: Newton-Schulz iterations of Muon.
 _ROUNDS = 5
@@ -120,20 +176,6 @@ def optimizer_label(optimizer: Optimizer) -> str:
 def has_cpu_kernel(optimizer: Optimizer) -> bool:
     """Whether the CPU can update with it."""
     return _OPTIMIZERS[optimizer].cpu_kernel
-
-
-def check_cpu_kernel(optimizer: Optimizer) -> None:
-    """Check that the CPU can update with it.
-
-    Raises:
-        OptimizerError: it cannot.
-    """
-    if not has_cpu_kernel(optimizer):
-        raise OptimizerError(
-            f"the plan updates parameters on the CPU, which has no kernel for {optimizer}: choose "
-            "another optimizer, such as adamw or sgd_momentum, or a policy that updates on the GPU, such as resident, "
-            "streamed_states or joint"
-        )
 
 
 def has_masters(optimizer: Optimizer) -> bool:
@@ -157,10 +199,10 @@ def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product],
     """
     row = _OPTIMIZERS[optimizer]
     inside = sum(matrix.parameters for matrix in matrices)
-    size = row.master * trained * mixed + row.states * inside
-    if row.factored:
-        size += sum(row.number * matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices) - row.states * inside
-    return math.ceil(size + (2 * row.number if row.orthogonalised else row.states) * (trained - inside))
+    sides = sum(matrix.matrices * (matrix.columns + matrix.inner) for matrix in matrices)
+    of_vectors = row.states if row.vector_states is None else row.vector_states
+    of_matrices = row.states * inside + row.factors * row.number * sides
+    return math.ceil(row.master * trained * mixed + of_matrices + of_vectors * (trained - inside))
 
 
 def moment_bytes(optimizer: Optimizer) -> float:
@@ -171,6 +213,16 @@ def moment_bytes(optimizer: Optimizer) -> float:
 def temporary_bytes(optimizer: Optimizer) -> float:
     """Traffic of temporaries per parameter."""
     return _OPTIMIZERS[optimizer].temporaries
+
+
+def workspace_bytes(optimizer: Optimizer) -> int:
+    """Temporaries that are held at a time, per element of the parameter that is updated."""
+    return _OPTIMIZERS[optimizer].workspace
+
+
+def updates_in_backward(optimizer: Optimizer) -> bool:
+    """Whether it updates within backward only."""
+    return _OPTIMIZERS[optimizer].in_backward
 
 
 def orthogonalised(optimizer: Optimizer, matrices: Sequence[Product]) -> tuple[Product, ...]:

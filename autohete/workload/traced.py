@@ -35,7 +35,7 @@ class TracedWorkload(Workload):
                     f"{field} is {getattr(self, field)}, but the table of {table.name} was traced with {value}: leave it out, "
                     "or change the module and trace it again"
                 )
-        if self.training != Training(optimizer=self.training.optimizer):
+        if self.training != Training(optimizer=self.training.optimizer, galore=self.training.galore):
             raise InputError(
                 f"{self.training}: a traced model is trained as it was traced; add adapters to the module, or freeze its "
                 "parameters, and trace it again"
@@ -75,6 +75,12 @@ class TracedWorkload(Workload):
         shapes = [one.shape for one in self.table.unit(unit).parameters if not one.frozen and len(one.shape) > 1]
         # Adafactor takes what is before the last two dimensions as so many matrices.
         return tuple(Product(shape[-2], shape[-1], matrices=_times(shape[:-2])) for shape in shapes)
+
+    def projected_matrices(self, unit: int) -> tuple[Product, ...]:
+        if self.training.galore is None or not self.is_inner(unit):
+            return ()
+        shapes = [one.shape for one in self.table.unit(unit).parameters if not one.frozen and len(one.shape) == 2]
+        return tuple(Product(*shape) for shape in shapes)
 
     @property
     def model_flops(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from autohete.errors import InputError, check_fields, unknown_name
+from autohete.errors import InputError, OptimizerError, check_fields, unknown_name
 from autohete.workload.model import (
     Activation,
     Attention,
@@ -21,7 +21,7 @@ from autohete.workload.model import (
     Norm,
     Product,
 )
-from autohete.workload.optimizers import Optimizer, optimizer_label
+from autohete.workload.optimizers import Optimizer, has_cpu_kernel, optimizer_label, updates_any_share
 
 #: Words for several linear layers at a time, in ``Lora.targets``.
 GROUPS = ("all", "attention", "mlp")
@@ -30,6 +30,8 @@ GROUPS = ("all", "attention", "mlp")
 #: ``compress_statistics``): 4.127 bits.
 NF4_BYTES = (4 + Fraction(8, 64) + Fraction(32, 64 * 256)) / 8
 _LARGEST_RANK = 65_536
+#: Those whose states GaLore makes smaller: ``GaLoreAdamW`` and ``GaLoreAdamW8bit``.
+_PROJECTED = (Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16, Optimizer.ADAMW8BIT, Optimizer.ADAMW8BIT_PURE_BF16)
 
 
 class Adapters(StrEnum):
@@ -93,6 +95,45 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class GaLore:
+    """Gradients of the linear layers of blocks are projected (Zhao et al. 2024, arXiv 2403.03507), as in github
+    jiaweizzhao/GaLore at 2cc66f8 (``galore_torch/galore_projector.py``, type ``std``; ``torchrun_main.py`` selects the layers).
+
+    A gradient of m x n, m being the larger side, is multiplied by a projector of n x r. The optimizer has states of m x r, and
+    its update is multiplied by the projector's transpose. Every ``gap`` updates a singular value decomposition of the gradient
+    gives a new projector. With ``resident:in_backward`` each unit is updated and its gradients freed within backward, as its
+    updates per layer do for each parameter.
+
+    Args:
+        rank: r; of a smaller matrix, its smaller side.
+        gap: updates from one decomposition to the next; each counts with its share.
+    """
+
+    rank: int
+    gap: int = 200
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 1 <= self.rank <= _LARGEST_RANK:
+            raise InputError(f"the rank of GaLore is {self.rank}: give 1 to {_LARGEST_RANK:,}, such as 1024")
+        if self.gap < 1:
+            raise InputError(f"GaLore decomposes gradients every {self.gap} updates: give at least 1, such as 200")
+
+    def __str__(self) -> str:
+        return f"GaLore of rank {self.rank}, a new projector every {self.gap} updates"
+
+    def states_of(self, matrix: Product) -> Product:
+        """The matrix that a state of ``matrix`` is."""
+        large, small = max(matrix.columns, matrix.inner), min(matrix.columns, matrix.inner)
+        return Product(large, min(self.rank, small), matrix.rows, matrix.matrices)
+
+    def projector_of(self, matrix: Product) -> Product:
+        """Its projector."""
+        small = min(matrix.columns, matrix.inner)
+        return Product(small, min(self.rank, small), matrix.rows, matrix.matrices)
+
+
+@dataclass(frozen=True, slots=True)
 class Training:
     """How a model is trained.
 
@@ -105,6 +146,7 @@ class Training:
             Engine's ``fp8_autocast``), and backward needs 8-bit copies of weights and inputs. All other values stay in 16 bit.
         early_stop: the recomputation of a block ends when all that backward needs is there (``torch.utils.checkpoint`` with
             ``use_reentrant=False``), which leaves out the last product of a dense block without dropout.
+        galore: projection of gradients; None: none.
     """
 
     lora: Lora | None = None
@@ -112,21 +154,54 @@ class Training:
     optimizer: Optimizer = Optimizer.ADAMW
     fp8: bool = False
     early_stop: bool = False
+    galore: GaLore | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.galore is not None and self.optimizer not in _PROJECTED:
+            raise InputError(f"GaLore projects the gradients of {', '.join(_PROJECTED)}, not of {self.optimizer}: choose one")
+        if self.galore is not None and self.lora is not None:
+            raise InputError("GaLore projects gradients of whole matrices, but adapters are trained: leave out one of them")
         if self.early_stop and self.fp8:
             raise InputError("early_stop is not known for fp8, whose products save their inputs after they ran: leave out one")
         if self.last_blocks is not None and self.last_blocks < 1:
             raise InputError(f"the last {self.last_blocks} blocks are to be trained: give at least 1, or leave it out")
 
     def __str__(self) -> str:
-        parts = [str(self.lora)] if self.lora else []
+        parts = [str(each) for each in (self.galore, self.lora) if each is not None]
         if self.last_blocks is not None:
             parts.append(f"only the last {self.last_blocks} blocks{'' if self.lora else ' and the head'} trained")
         parts += ["products of blocks in fp8"] if self.fp8 else []
         parts += ["recomputation that stops early"] if self.early_stop else []
         return ", ".join([optimizer_label(self.optimizer), *parts])
+
+    @property
+    def has_cpu_kernel(self) -> bool:
+        """Whether the CPU can update."""
+        return self.galore is None and has_cpu_kernel(self.optimizer)
+
+    @property
+    def updates_any_share(self) -> bool:
+        """Whether a part of a unit can be updated by itself."""
+        return self.galore is None and updates_any_share(self.optimizer)
+
+    @property
+    def update_name(self) -> str:
+        """The optimizer, and whether gradients are projected."""
+        return f"{self.optimizer}{' with GaLore' if self.galore else ''}"
+
+    def check_cpu_kernel(self) -> None:
+        """Check that the CPU can update.
+
+        Raises:
+            OptimizerError: it cannot.
+        """
+        if not self.has_cpu_kernel:
+            raise OptimizerError(
+                f"the plan updates parameters on the CPU, which has no kernel for {self.update_name}: choose "
+                "another optimizer, such as adamw or sgd_momentum, or a policy that updates on the GPU, such as resident, "
+                "streamed_states or joint"
+            )
 
     def check(self, blocks: tuple[Block, ...], hidden_size: int) -> None:
         """Refuse targets that none of the model's ``blocks`` has.

@@ -38,14 +38,19 @@ def run(code: str, names: dict[str, Any]) -> tuple[str, object]:
     return printed.getvalue(), value
 
 
+def as_picture(figure: Figure, alternative: str) -> str:
+    """An element of HTML with the figure in it."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    pyplot.close(figure)
+    return f'<img alt="{alternative}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+
+
 def _shown(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, Figure):
-        picture = io.BytesIO()
-        value.savefig(picture, format="png", dpi=150)
-        pyplot.close(value)
-        return f'<img alt="figure" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+        return as_picture(value, "figure")
     html = getattr(value, "_repr_html_", None)
     if html is None:
         return f"```text\n{value!r}\n```"
@@ -66,18 +71,20 @@ def as_markdown(text: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-class NotebookParser(MystParser):
-    """Parses a script as the page that it makes."""
+def _execute(app: Sphinx, page: str, source: list[str]) -> None:
+    if page.startswith("docs/notebooks/"):
+        source[0] = as_markdown(source[0])
 
-    supported = ("notebook",)
 
-    def parse(self, inputstring: str, document: Any) -> None:
-        """Execute the script and parse its page."""
-        super().parse(as_markdown(inputstring), document)
+class CodeParser(MystParser):
+    """Parses the page that an extension has made of a ``.py`` file."""
+
+    supported = ("code",)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Take ``.py`` files for notebooks."""
-    app.add_source_suffix(".py", "notebook")
-    app.add_source_parser(NotebookParser)
+    """Take ``.py`` files for pages, and execute those that are notebooks."""
+    app.add_source_suffix(".py", "code")
+    app.add_source_parser(CodeParser)
+    app.connect("source-read", _execute)
     return {"parallel_read_safe": True}

@@ -180,7 +180,7 @@ def test_what_a_table_does_not_hold_for_is_refused(
     assert free.returncode == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor", "adamw8bit", "came"])
 def test_batch_and_optimizer_are_free(optimizer: str, table: ModelTable) -> None:
     """Any batch of a table trains with any optimizer, gradients clipped or not; larger batches take longer."""
     training = Training(optimizer=Optimizer(optimizer))

@@ -14,6 +14,7 @@ import pytest
 
 import autohete
 from autohete.cli.app import app
+from autohete.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -104,3 +105,27 @@ def test_the_gallery_has_every_figure_with_its_question() -> None:
             docstring = ast.get_docstring(ast.parse((ROOT / "experiments" / f"{figure}.py").read_text())) or ""
             assert docstring.splitlines()[0] == question
             assert f"``python experiments/{figure}.py" in docstring
+
+
+def test_every_system_is_in_the_survey_with_its_file() -> None:
+    """The table of systems has each policy once, as a link to its file, and gives a reason for each system without one."""
+    modelled, missing = (DOCS / "systems.md").read_text().split("## Not modelled")
+    linked = re.findall(r"^\| \[`(\w+)`\]\(\.\./autohete/policies/(\w+)\.py\) \|", modelled, re.MULTILINE)
+    assert sorted(linked) == [(name, name) for name in sorted(POLICIES)]
+    rows = [line.strip("| ").split(" | ") for line in missing.splitlines() if line.startswith("| ")][1:]
+    assert rows
+    assert all(len(row) == 5 and row[-1] for row in rows)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_page_of_a_system_has_its_parts(name: str) -> None:
+    """It begins with the docstring of its file, and has a timeline if it is pinned, every flag with a meaning, and its rows."""
+    systems = pytest.importorskip("docs.building.systems", reason="the extra docs is not installed")
+    page = systems.page(name)
+    assert page.startswith(f"# `{name}`\n\n")
+    assert page.count("data:image/png") == 1
+    table = page.partition("## Flags")[2].partition("## Published rows")[0]
+    flags = re.findall(r"^\| `(\w+)` \| `\S+` \| (.*) \|$", table, re.MULTILINE)
+    assert [flag for flag, _ in flags] == list(POLICIES[name].__dataclass_fields__)
+    assert all(meaning for _, meaning in flags)
+    assert page.partition("## Published rows")[2].strip()

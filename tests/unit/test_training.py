@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from autohete.answer.levers import levers
 from autohete.cli.question import Shape
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -33,8 +34,8 @@ from autohete.train.arguments import check_profile
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Activation, Architecture, Attention, Block, Mlp, Norm, Product
-from autohete.workload.optimizers import Optimizer, newton_schulz, state_bytes
-from autohete.workload.training import Adapters, Lora, Training
+from autohete.workload.optimizers import Optimizer, newton_schulz, state_bytes, updates_in_backward
+from autohete.workload.training import Adapters, GaLore, Lora, Training
 
 LLAMA = read_model("llama-3.1-8b")
 NODE = load_hardware("rtx4090-workstation")
@@ -282,13 +283,17 @@ def test_a_profile_file_without_frozen_parameters_can_be_read(tmp_path: Path) ->
         (Optimizer.ADAFACTOR_PURE_BF16, 2 * (20 + 40) + 2 * 200),
         (Optimizer.MUON, 4 * 1000 + 4 * 800 + 8 * 200),  # momentum of the matrix, AdamW for the rest
         (Optimizer.MUON_PURE_BF16, 2 * 800 + 4 * 200),
+        (Optimizer.CAME, 4 * 1000 + 4 * 800 + 2 * 4 * (20 + 40) + 8 * 200),  # momentum, and two rows and columns
+        (Optimizer.LOMO, 0),
+        (Optimizer.ADALOMO, 4 * (20 + 40) + 4 * 200),
     ],
 )
 def test_state_bytes(optimizer: Optimizer, expected: float) -> None:
     """Bytes of a matrix of 20 x 40 and 200 other parameters in mixed precision; in fp32 there is no master."""
     matrix = Product(20, 40)
     assert state_bytes(optimizer, 1000, (matrix,), mixed=True) == math.ceil(expected)
-    master = 2000 if optimizer is Optimizer.ADAMW_BF16 else 0 if "pure" in optimizer else 4000
+    none = "pure" in optimizer or "lomo" in optimizer
+    master = 2000 if optimizer is Optimizer.ADAMW_BF16 else 0 if none else 4000
     assert state_bytes(optimizer, 1000, (matrix,), mixed=False) == math.ceil(expected - master)
 
 
@@ -304,7 +309,7 @@ def test_states_of_an_optimizer_are_resident() -> None:
     for optimizer in Optimizer:
         gpt = replace(named_workload("gpt-2b", batch_size=1), training=Training(optimizer=optimizer))
         profile = analytic_profile(gpt, NODE)
-        schedule = lower(profile, parse_policy("resident").plan(profile, judge_for(profile)))
+        schedule = lower(profile, parse_policy("resident:in_backward").plan(profile, judge_for(profile)))
         states = sum(b.size_bytes for b in schedule.resident if b.id.value is Value.OPTIMIZER_STATES)
         assert states == sum(map(profile.state_bytes, range(gpt.unit_count)))
         found[optimizer] = (states / gpt.parameters, profile.units[1].gpu_update_seconds)
@@ -377,7 +382,11 @@ def test_autohete_plans_without_the_cpu(optimizer: Optimizer) -> None:
     assert found.verdict is Verdict.OK
 
 
-@pytest.mark.parametrize("optimizer", Optimizer)
+#: Those that may also update after backward.
+AFTER = [optimizer for optimizer in Optimizer if not updates_in_backward(optimizer)]
+
+
+@pytest.mark.parametrize("optimizer", AFTER)
 def test_weights_stream_with_any_optimizer(optimizer: Optimizer) -> None:
     """Gradients take the place of weights only where there are masters to update."""
     gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
@@ -393,8 +402,101 @@ def gpt_has_masters(optimizer: Optimizer) -> bool:
 def test_an_answer_names_its_optimizer(optimizer: Optimizer) -> None:
     """The assumptions of an answer have the optimizer that was given, not the default one."""
     gpt = named_workload("gpt-2b", training=Training(optimizer=optimizer))
-    summary, _ = answer(analytic_profile(gpt, NODE), parse_policy("resident"))
+    summary, _ = answer(analytic_profile(gpt, NODE), parse_policy("resident:in_backward"))
     assert summary.assumptions["optimizer"] == optimizer.value
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.LOMO, Optimizer.ADALOMO])
+def test_fused_updates_are_in_backward(optimizer: Optimizer) -> None:
+    """LOMO never has the gradients of two units: other orders, several micro-batches and clipping are refused with the cure."""
+    gpt = named_workload("gpt-2b", batch_size=2, tied_embeddings=False, training=Training(optimizer=optimizer))
+    found = simulate(gpt, NODE, parse_policy("resident:in_backward"))
+    gradients = [
+        sum(one.size_bytes for one in task.allocates if one.id.value is Value.GRADIENTS) for task in found.schedule.tasks
+    ]
+    freed = [task.id for task in found.schedule.tasks if any(one.id.value is Value.GRADIENTS for one in task.frees)]
+    assert max(gradients) == 2 * max(unit.parameters for unit in found.profile.units)
+    assert [one.kind for one in freed] == [Kind.GPU_UPDATE] * gpt.unit_count
+    for changed, policy, why in (
+        (gpt, "resident", "wait for its end"),
+        (replace(gpt, micro_batches=2), "resident:in_backward", "several micro-batches"),
+        (replace(gpt, clip_norm=1.0), "resident:in_backward", "clipped"),
+        (gpt, "zero_offload", "no kernel"),
+    ):
+        with pytest.raises(InputError, match=f"{why}.*(adamw|in_backward)"):
+            simulate(changed, NODE, parse_policy(policy))
+
+
+def test_galore_projects_states() -> None:
+    """A block of Llama 7B with rank 1024: states of 1024 times the larger side of each of seven layers, and a projector of 1024
+    times the smaller side, in 16 bits; embedding and head have whole states.
+    """
+    llama = replace(read_model("llama-2-7b"), batch_size=1, sequence_length=256)
+    galore = Training(optimizer=Optimizer.ADAMW8BIT_PURE_BF16, galore=GaLore(1024))
+    profile = analytic_profile(replace(llama, training=galore), NODE)
+    each = 2 * (1 + 4 / 256)
+    states = 1024 * (4 * 4096 + 3 * 11008)
+    assert profile.units[1].state_bytes == pytest.approx(each * states + 2 * 1024 * 7 * 4096 + each * 2 * 4096, abs=8)
+    assert profile.units[0].state_bytes == pytest.approx(each * 32000 * 4096)
+    assert profile.units[1].gpu_update_workspace_bytes == 4 * (3 * 11008 * 4096 + 4096**2)
+    whole = GaLore(65_536).states_of(Product(11008, 4096))
+    assert (whole.parameters, GaLore(8).projector_of(Product(20, 40)).parameters) == (11008 * 4096, 8 * 20)
+
+
+def test_decompositions_of_galore_cost_their_share() -> None:
+    """Half as many decompositions save half of their time, and what is left are projections; no gap is free."""
+    llama = replace(read_model("llama-2-7b"), batch_size=1, sequence_length=256)
+    seconds = [
+        analytic_profile(replace(llama, training=Training(optimizer=Optimizer.ADAMW_PURE_BF16, galore=GaLore(1024, gap))), NODE)
+        .units[1]
+        .gpu_update_seconds
+        for gap in (100, 200, 1_000_000)
+    ]
+    assert seconds[0] - seconds[2] == pytest.approx(2 * (seconds[1] - seconds[2]), rel=1e-3)
+    plain = analytic_profile(replace(llama, training=Training(optimizer=Optimizer.ADAMW_PURE_BF16)), NODE)
+    assert seconds[2] > plain.units[1].gpu_update_seconds
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"optimizer": Optimizer.MUON, "galore": GaLore(8)}, r"GaLore projects the gradients of adamw.*not of muon"),
+        ({"galore": GaLore(8), "lora": Lora(8)}, "leave out one"),
+    ],
+)
+def test_galore_is_refused_where_it_is_not_defined(training: dict[str, Any], message: str) -> None:
+    """It projects gradients of whole matrices for AdamW; rank and gap are at least 1."""
+    with pytest.raises(InputError, match=message):
+        Training(**training)
+    with pytest.raises(InputError, match="rank of GaLore is 0"):
+        GaLore(0)
+    with pytest.raises(InputError, match="every 0 updates"):
+        GaLore(8, 0)
+
+
+def test_levers_keep_galore() -> None:
+    """Every lever of a training with GaLore is a training: with another optimizer that it projects, and without adapters."""
+    gpt = named_workload("gpt-2b", training=Training(galore=GaLore(64)))
+    found = [lever.pulled(gpt).training for lever in levers(gpt)]
+    assert {training.galore for training in found} == {GaLore(64)}
+    assert {training.optimizer for training in found} >= {Optimizer.ADAMW, Optimizer.ADAMW8BIT, Optimizer.ADAMW_PURE_BF16}
+
+
+def test_options_of_galore() -> None:
+    """A rank alone means a decomposition every 200 updates, and a gap without a rank is refused."""
+    assert Shape(galore=64).training() == Training(galore=GaLore(64, 200))
+    assert Shape(galore=64, galore_gap=500, optimizer="adamw8bit").training().galore == GaLore(64, 500)
+    with pytest.raises(InputError, match=r"--galore-gap describes GaLore.*--galore 1024"):
+        Shape(galore_gap=500).changes()
+
+
+def test_projected_states_stay_whole_and_on_the_gpu() -> None:
+    """The CPU has no kernel for them, and several GPUs cannot share them."""
+    gpt = named_workload("gpt-2b", training=Training(galore=GaLore(128)))
+    with pytest.raises(InputError, match="no kernel for adamw with GaLore"):
+        simulate(gpt, NODE, parse_policy("zero_offload"))
+    with pytest.raises(InputError, match="adamw with GaLore needs whole parameters"):
+        simulate(gpt, load_hardware("a100-40gb-epyc7713").shared_by(2), parse_policy("resident:zero_stage=1"))
 
 
 def test_fp8_halves_the_time_of_large_products() -> None:
