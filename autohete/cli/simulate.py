@@ -44,6 +44,7 @@ def simulate(
     from autohete.plan.policy import Verdict
     from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
     from autohete.simulate.summary import answer_or_refusal
+    from autohete.workload.optimizers import updates_in_backward
 
     chosen = question.answerable()
     compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
@@ -54,6 +55,8 @@ def simulate(
     if not chosen.workload.training.has_cpu_kernel:
         cannot += UPDATE_ON_CPU
     compared = tuple(name for name in compared if name not in cannot)
+    if updates_in_backward(chosen.workload.training.optimizer):
+        compared = tuple("resident:in_backward" if name.startswith("resident") else name for name in compared)
     files = {"--trace": trace, "--gantt": gantt, "--memory": memory}
     outputs = {option: path for option, path in files.items() if path is not None}
     policies = [parse_policy(text) for text in policy or compared]

@@ -55,7 +55,7 @@ class Pipeline:
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
-        """What users can choose; see :func:`autohete.policies.search_space`."""
+        """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
         yield from combinations(cls, cut=if_several(profile, *Cut), checkpointing=choosable(profile))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:

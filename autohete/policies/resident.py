@@ -78,7 +78,7 @@ class Resident:
             raise InputError(f"resident:fsdp1 is for zero_stage 3, not {self.zero_stage}: give it, or leave out fsdp1")
         if self.fsdp1 and self.deepspeed:
             raise InputError("resident:fsdp1 and deepspeed are two systems: leave out one of them")
-        if self.reentrant and not (self.fsdp1 and self.checkpointing is not Checkpointing.NONE):
+        if self.reentrant and not (self.fsdp1 and self.checkpointing is Checkpointing.FULL):
             raise InputError(
                 "resident:reentrant is checkpointing around FSDP's modules: give checkpointing=full and fsdp1, or leave it out"
             )

@@ -49,7 +49,7 @@ class TransformerEngineOffload:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        most = len(profile.units) - 3  # the last layer, and the units around the layers
+        most = profile.workload.transformer_blocks - 1
         if self.layers is not None and self.layers > most:
             raise InputError(
                 f"te_offload:layers={self.layers} of {most + 1}: Transformer Engine never offloads the last one. Give at most "
@@ -64,13 +64,16 @@ class TransformerEngineOffload:
 
 
 def _plan(profile: Profile, layers: int) -> Plan:
-    staying = len(profile.units) - 2 - layers
-    leaving = UnitPlan(kept=Route(HOST_MEMORY, ahead=staying - 1))
+    parts = (len(profile.units) - 2) // profile.workload.transformer_blocks  # of a layer: two sublayers, or one block
+    leaves = layers * parts
+    staying = len(profile.units) - 2 - leaves
+    later = staying - parts  # passes between what one layer does and what the layer does that takes its turn
+    leaving = UnitPlan(kept=Route(HOST_MEMORY, ahead=later))
     return Plan(
         policy="te_offload",
-        units=(UnitPlan(), *[leaving] * layers, *[UnitPlan()] * staying, UnitPlan()),
+        units=(UnitPlan(), *[leaving] * leaves, *[UnitPlan()] * staying, UnitPlan()),
         rules=(
-            *([BlockingCopies(Kind.OFFLOAD_ACTIVATIONS, overlapped=staying - 1)] if layers else []),
+            *([BlockingCopies(Kind.OFFLOAD_ACTIVATIONS, overlapped=later)] if layers else []),
             GpuUpdatesAfterBackward(),
         ),
     )

@@ -33,6 +33,8 @@ def simulate_policy(profile: Profile, policy: Policy) -> Simulation:
         found = judge.simulation(policy.plan(profile, judge))
     except OnePoolError as error:
         raise OnePoolError(f"{policy.name}: {error}") from None
+    finally:
+        judge.forget_simulations()
     if found.iteration_seconds == 0:
         raise InputError(
             f"an iteration on {profile.hardware.name} takes less than a nanosecond, too short to simulate: check its rates"

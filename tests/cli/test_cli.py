@@ -59,6 +59,12 @@ def test_the_default_comparison_leaves_out_what_cannot_accumulate() -> None:
     assert "patrickstar cannot accumulate" in refused("simulate", *SMALL, "--micro-batches", "2", "--policy", "patrickstar")
 
 
+def test_the_default_comparison_updates_as_the_optimizer_does() -> None:
+    """With an optimizer that updates within backward, so does the ordinary training that is compared: all answers are valid."""
+    answers = json.loads(autohete("simulate", *SMALL, "--optimizer", "lomo", "--json").stdout)
+    assert [(answer["policy"], answer["verdict"]) for answer in answers] == [("resident:in_backward", "ok"), ("autohete", "ok")]
+
+
 def test_a_model_is_asked_for_by_name_or_by_its_file(tmp_path: Path) -> None:
     """A bundled name and its own config.json give one answer; figures of the batch can be changed, those of blocks cannot."""
     file = Path(__file__).parents[2] / "autohete" / "workload" / "models" / "llama-3.2-1b.json"

@@ -23,7 +23,7 @@ from autohete.planner.budgets import Objective
 from autohete.planner.plan_bounds import all_choices
 from autohete.planner.search import Way
 from autohete.planner.steps import Counts
-from autohete.planner.tuning import PASSES, bytes_at_steps
+from autohete.planner.tuning import PASSES, bytes_at_steps, tune_prefetches
 from autohete.policies import parse_policy
 from autohete.policies.autohete import AutoHete
 from autohete.profile import Profile, analytic_profile
@@ -208,6 +208,21 @@ def test_prefetch_tuning_never_exceeds_memory(seed: int) -> None:
             surely += 1
             assert judge(tuned.plan_for(case.profile, counts)).verdict is not Verdict.GPU_OUT_OF_MEMORY, counts
     assert surely
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_priority_changes_no_tuned_prefetch(seed: int, gpus: int) -> None:
+    """What is tuned for the order of issue is what would be tuned for that of priority."""
+    case = draw(seed, gpus=gpus)
+    tuned = 0
+    for counts in case.counts():
+        plan = AutoHete(prefetch_tuning=False).plan_for(case.profile, counts)
+        in_order = replace(plan, rules=tuple(rule for rule in plan.rules if rule != ByPriority()))
+        tuned += in_order != plan and plan.offloaded_parameter_units > 0
+        assert tune_prefetches(case.profile, plan) == tune_prefetches(case.profile, in_order), counts
+    assert tuned
 
 
 @pytest.mark.slow

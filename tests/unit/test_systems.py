@@ -31,7 +31,7 @@ from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
-from autohete.workload import Kernels, Precision, named_workload
+from autohete.workload import Kernels, Precision, Units, named_workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
@@ -579,6 +579,7 @@ def test_fsdp1_holds_inputs_beside_adapters(lora: Lora | None) -> None:
         "resident:zero_stage=3,fsdp1,deepspeed",
         "resident:checkpointing=full,zero_stage=3,reentrant",
         "resident:checkpointing=none,zero_stage=3,fsdp1,reentrant",
+        "resident:zero_stage=3,fsdp1,reentrant",
     ],
 )
 def test_a_system_shards_its_own_way(policy: str) -> None:
@@ -620,3 +621,15 @@ def test_transformer_engine_keeps_the_last_layer() -> None:
     profile = profile_with(1000, 1)
     with pytest.raises(InputError, match="at most 2"):
         parse_policy("te_offload:layers=3").plan(profile, judge_for(profile))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_transformer_engine_offloads_whole_blocks(layers: int) -> None:
+    """Where sublayers are units, both of a layer leave, and no more layers can than there are blocks but one."""
+    workload = named_workload("gpt-2b", transformer_blocks=4, units=Units.SUBLAYER)
+    profile = analytic_profile(workload, load_hardware("a100-40gb-epyc7543p"))
+    plan = parse_policy(f"te_offload:layers={layers}").plan(profile, judge_for(profile))
+    assert [unit.kept.leaves for unit in plan.units[1:-1]] == [True] * 2 * layers + [False] * 2 * (4 - layers)
+    assert simulate_plan(profile, plan).verdict is Verdict.OK
+    with pytest.raises(InputError, match="at most 3"):
+        parse_policy("te_offload:layers=4").plan(profile, judge_for(profile))
