@@ -42,7 +42,7 @@ LOOKS = {
     "rotor": SystemLook("Rotor", WINE, ".", hatch="||||"),
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
-    "pipeline": SystemLook("pipeline", GREY, "s", "-."),
+    "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),
     "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s", hatch="/////"),
     "zero_offload:deepspeed=0.4.3": SystemLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "s", hatch="....."),
