@@ -37,6 +37,8 @@ from experiments.setting import Models, Moved, Where, batch_of, model_of
 from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_table, run_all, save
 
 NAMES = ("hardware", "model")
+#: All but pipelines, which on one GPU are ordinary training.
+SYSTEMS = tuple(name for name in POLICIES if name != "pipeline")
 
 
 def grid(machines: Sequence[str], models: Sequence[str], policies: Sequence[str], moved: Moved = ()) -> Grid:
@@ -110,7 +112,7 @@ def main(
         "h100-pcie5",
     ),
     models: Models = ("llama-3.2-3b", "llama-3.1-8b", "qwen3-14b"),
-    systems: tuple[str, ...] = tuple(name for name in POLICIES if name != "pipeline"),  # which on one GPU is resident
+    systems: tuple[str, ...] = SYSTEMS,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
 ) -> None:
     """Simulate, print and draw.

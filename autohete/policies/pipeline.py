@@ -7,7 +7,7 @@ With ``order=gpipe`` all forwards come first (GPipe, arXiv 1811.06965). A stage 
 does so between two passes. Gradients of micro-batches are summed on the GPU, which updates after its last backward.
 
 Megatron gives each stage the same number of blocks, the first one the embedding as well, and the last one the head
-(``cut=blocks``). ``cut=time`` makes the longest stage as short as possible, as PipeDream's and Alpa's planners do.
+(``cut=blocks``). ``cut=time`` makes the longest stage as short as possible, as PipeDream's planner does.
 
 A batch is one of all GPUs, which share its micro-batches; policies that train data-parallel have one for each. On one GPU there
 is one stage: ordinary training.
