@@ -135,7 +135,8 @@ def test_noise_is_no_reason_to_offload() -> None:
     def candidate(name: str, policy: str, seconds: float) -> Candidate:
         summary, simulation = answer_or_refusal(profile_at(site(gpu_memory=LARGE)), parse_policy(policy))
         assert simulation is not None
-        return Candidate(replace(summary, policy=name, iteration_seconds=seconds), simulation.plan)
+        summary = replace(summary, policy=name, iteration_seconds=seconds, tokens_per_second=1 / seconds)
+        return Candidate(summary, simulation.plan)
 
     for seconds, first in ((0.995, "stays"), (0.98, "moves")):
         order = ranked([candidate("moves", "zero_offload", seconds), candidate("stays", "resident", 1.0)])
