@@ -29,7 +29,7 @@ from autohete.policies.flags import combinations, if_several
 from autohete.profile import Profile
 
 
-class Cut(StrEnum):
+class StageCut(StrEnum):
     """How units are divided among the stages: as many blocks each, or as much time each as can be."""
 
     BLOCKS = "blocks"
@@ -47,7 +47,7 @@ class Pipeline:
     """
 
     order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
-    cut: Cut = Cut.BLOCKS
+    cut: StageCut = StageCut.BLOCKS
     checkpointing: Checkpointing = Checkpointing.BEST
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Pipeline:
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
-        yield from combinations(cls, cut=if_several(profile, *Cut), checkpointing=choosable(profile))
+        yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
@@ -68,7 +68,7 @@ class Pipeline:
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
 
-def in_stages(units: Sequence[UnitPlan], cut: Cut, profile: Profile) -> tuple[UnitPlan, ...]:
+def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile) -> tuple[UnitPlan, ...]:
     """Return ``units`` with the rank of the GPU that computes each; none if there is one GPU.
 
     Raises:
@@ -79,7 +79,7 @@ def in_stages(units: Sequence[UnitPlan], cut: Cut, profile: Profile) -> tuple[Un
         return tuple(units)
     if blocks < gpus:
         raise InputError(f"a pipeline of {gpus} stages has a block in each, but there are {blocks}: give at most {blocks} GPUs")
-    if cut is Cut.BLOCKS:
+    if cut is StageCut.BLOCKS:
         per_block = (len(units) - 2) // blocks
         inner = [rank for rank in range(gpus) for _ in range(per_block * (blocks * (rank + 1) // gpus - blocks * rank // gpus))]
         ranks = [0, *inner, gpus - 1]

@@ -37,7 +37,7 @@ class TransformerEngineOffload:
     """Offloading of what the first layers save.
 
     Args:
-        layers: n; less than there are layers. None: the fewest with which the model fits.
+        layers: n; at most all but the last, which always stays. None: the fewest with which the model fits.
     """
 
     layers: int | None = None
@@ -50,17 +50,12 @@ class TransformerEngineOffload:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         most = profile.workload.transformer_blocks - 1
-        if self.layers is not None and self.layers > most:
-            raise InputError(
-                f"te_offload:layers={self.layers} of {most + 1}: Transformer Engine never offloads the last one. Give at most "
-                f"{most}, or leave it out"
-            )
 
         def fits(layers: int) -> bool:
             plan = _plan(profile, layers)
             return not surely_exceeds_gpu(profile, plan) and judge(plan).verdict is Verdict.OK
 
-        return _plan(profile, bisect_left(range(most), True, key=fits) if self.layers is None else self.layers)
+        return _plan(profile, bisect_left(range(most), True, key=fits) if self.layers is None else min(self.layers, most))
 
 
 def _plan(profile: Profile, layers: int) -> Plan:
