@@ -14,8 +14,7 @@ By default as the artifact of StrongHold runs it, github strongh2/sc22-ae at f18
   and updates ``size(0)`` elements of each (``cpu_adam.cpp:402``), one of each row; here all. The GPU has one buffer for all
   gradients (``model/distributed.py``, ``MemoryBuffer``), whose hooks are lost when a block first moves to another device
   (PyTorch, ``VariableHooks::set_data``), so that it keeps zeros; before the update it replaces the gradients on the host
-  (``optimizer/optimizer.py:1083-1098``). On the artifact's machine that copy of 1.7B gradients would take 4.6 s, and the update
-  that is done here takes 4.1 s.
+  (``optimizer/optimizer.py:1083-1098``).
 
 ``paper`` follows the abstract, and github TezRomacH/layer-to-layer-pytorch at 0688cc65 (``l2l.py``), which implements it;
 the text of the paper was not read:

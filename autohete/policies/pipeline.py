@@ -15,6 +15,7 @@ is one stage: ordinary training.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -99,14 +100,8 @@ def even_stages(seconds: Sequence[float], stages: int) -> list[int]:
     """The stage of each unit: the longest stage is as short as it can be, and the first ones are full."""
     ends = [0.0, *accumulate(seconds)]
     spans = sorted({ends[b] - ends[a] for a in range(len(seconds)) for b in range(a + 1, len(ends))})
-    low, high = 0, len(spans) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if len(_filled(seconds, spans[middle], stages)) == len(seconds):
-            high = middle
-        else:
-            low = middle + 1
-    return _filled(seconds, spans[low], stages)
+    shortest = bisect_left(spans, True, key=lambda longest: len(_filled(seconds, longest, stages)) == len(seconds))
+    return _filled(seconds, spans[shortest], stages)
 
 
 def _filled(seconds: Sequence[float], longest: float, stages: int) -> list[int]:

@@ -20,6 +20,7 @@ from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
+from autohete.plan.rules import BlockingCopies
 from autohete.policies import POLICIES, parse_policy, search_space
 from autohete.policies.host_arrays import SUB_GROUP, sub_groups, tensors
 from autohete.policies.too_large import surely_exceeds_gpu
@@ -625,9 +626,11 @@ def test_transformer_engine_keeps_the_last_layer() -> None:
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_transformer_engine_offloads_whole_blocks(layers: int) -> None:
-    """Where sublayers are units, both of a layer leave."""
+    """Where sublayers are units, both of a layer leave, and the passes of both are counted."""
     workload = named_workload("gpt-2b", transformer_blocks=4, units=Units.SUBLAYER)
     profile = analytic_profile(workload, load_hardware("a100-40gb-epyc7543p"))
     plan = parse_policy(f"te_offload:layers={layers}").plan(profile, judge_for(profile))
     assert [unit.kept.leaves for unit in plan.units[1:-1]] == [True] * 2 * layers + [False] * 2 * (4 - layers)
+    assert {unit.kept.ahead for unit in plan.units if unit.kept.leaves} == {2 * (3 - layers)}
+    assert BlockingCopies(Kind.OFFLOAD_ACTIVATIONS, overlapped=2 * (3 - layers)) in plan.rules
     assert simulate_plan(profile, plan).verdict is Verdict.OK
