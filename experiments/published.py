@@ -47,7 +47,7 @@ from autohete.cli.app import run_app
 from autohete.cli.interrupt import in_processes
 from autohete.errors import InfeasibleError, InputError
 from autohete.files import make_folder, write_text
-from autohete.hardware import load_hardware
+from autohete.hardware import load_hardware, parse_parallel
 from autohete.plan import Processor
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
@@ -86,7 +86,7 @@ class Row(_Table):
     missing yet.
 
     ``changes`` apply to the workload, ``set`` to hardware figures. ``gpu_budget`` is the memory that an allocator may give to
-    tensors. ``gpus`` GPUs train together, each with the batch.
+    tensors. ``gpus`` GPUs train together, each with the batch, or as ``parallel`` says, such as ``tp=8``.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it. ``predicted``: phase -> the seconds that
     were predicted before the measurement was looked at, for rows that were added so. ``asks``: what was measured, for rows
     whose measurements are not there yet.
@@ -99,11 +99,17 @@ class Row(_Table):
     hardware: str | None = None
     set: dict[str, str] = {}
     gpu_budget: str | None = None
-    gpus: int = 1
+    gpus: int | None = None
+    parallel: str | None = None
     calibrates: dict[str, str] = {}
     predicted: dict[str, float] = {}
     asks: tuple[str, ...] = ()
     remark: str = ""
+
+    @property
+    def is_of_one_gpu(self) -> bool:
+        """Whether one GPU trains by itself."""
+        return self.gpus in (None, 1) and self.parallel is None
 
 
 class Source(_Table):
@@ -131,7 +137,7 @@ class Source(_Table):
         where = str(FOLDER / name) if name.endswith(".toml") else name
         hardware = load_hardware(where, {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
-        return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
+        return simulate(workload, hardware.shared_by(*parse_parallel(row.parallel, row.gpus)), parse_policy(row.policy))
 
     def predict(self, row: Row, asked: Collection[str] = ()) -> tuple[dict[str, float], str]:
         """Predict what may have been measured of ``row``, and say which memory decides.
@@ -219,6 +225,8 @@ def phases(simulation: Simulation) -> dict[str, float]:
     updated = sum(
         block.parameters for block, decided in zip(profile.units, plan.units, strict=True) if decided.update.on is Processor.CPU
     )
+    again = [*kinds[Kind.RECOMPUTE], *kinds[Kind.BACKWARD]]
+    back_again = [i for i in again if (task := simulation.schedule.tasks[i].id).unit == 1 and not task.micro_batch]
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
     forward_seconds = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
@@ -232,12 +240,12 @@ def phases(simulation: Simulation) -> dict[str, float]:
         "gradient_copies": copies,
         "iteration": simulation.iteration_seconds,
         "block_forward": profile.units[1].forward_seconds,
-        "block_backward": profile.units[1].backward_seconds,
+        "block_backward": sum(simulation.schedule.tasks[i].duration_ns for i in back_again) * 1e-9,
         "passes": forward_seconds + sum(block.backward_seconds for block in profile.units),
         VERDICT: simulation.verdict is Verdict.OK,
         COUNT: plan.offloaded_optimizer_units,
         PEAK: simulation.gpu.peak_bytes / 2**30,
-        HOST_PEAK: simulation.host.peak_bytes * (1 if plan.is_pipeline else profile.hardware.gpus) / 2**30,
+        HOST_PEAK: simulation.host.peak_bytes * (1 if plan.is_pipeline else profile.hardware.all_gpus) / 2**30,
     }
 
 

@@ -171,7 +171,7 @@ class _Stages:
 
 
 def _budgets(profile: Profile, system_bytes: int, simulation: Simulation | None) -> tuple[Budget, ...]:
-    gpu, host, here = profile.hardware.gpu, profile.hardware.host, profile.hardware.gpus_of_node
+    gpu, host, here = profile.hardware.gpu, profile.hardware.host, profile.hardware.all_gpus_of_node
     total = host.memory_bytes + system_bytes // here
     used = dict.fromkeys((GPU_MEMORY, PINNED_MEMORY, HOST_MEMORY)) if simulation is None else _peaks(simulation)
     limit = host.memory_bytes if host.pinned_bytes is None else host.pinned_bytes

@@ -103,7 +103,7 @@ def _why_not(profile: Profile, names: Sequence[str]) -> str:
 def _all_memory(hardware: Hardware) -> int:
     """The memory of all GPUs, hosts and places, among which states can be divided."""
     places = sum(place.capacity_bytes for place in hardware.places)
-    return hardware.gpus * (hardware.gpu_capacity_bytes + hardware.host.memory_bytes + places)
+    return hardware.all_gpus * (hardware.gpu_capacity_bytes + hardware.host.memory_bytes + places)
 
 
 def members(family: str, **changes: object) -> list[Workload]:

@@ -82,7 +82,7 @@ class _Least:
         need = Need(
             self.grows,
             hardware.gpu.memory_bytes,
-            hardware.host.memory_bytes + self.system_bytes // hardware.gpus_of_node,
+            hardware.host.memory_bytes + self.system_bytes // hardware.all_gpus_of_node,
             hardware.host.pinned_bytes,
             self.name,
             seconds,
@@ -159,4 +159,4 @@ def _beside(profile: Profile, memory: str, system_bytes: int) -> int:
     """Bytes of a memory that are not there for tensors."""
     if memory == GPU_MEMORY:
         return profile.hardware.gpu.memory_bytes - memory_bytes(profile, GPU_MEMORY)
-    return system_bytes // profile.hardware.gpus_of_node if memory == HOST_MEMORY else 0
+    return system_bytes // profile.hardware.all_gpus_of_node if memory == HOST_MEMORY else 0

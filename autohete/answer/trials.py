@@ -181,7 +181,7 @@ def gains(
 
 def _tokens(profile: Profile) -> int:
     """Tokens of an iteration on all GPUs."""
-    return profile.workload.samples * profile.workload.sequence_length * profile.hardware.gpus
+    return profile.workload.samples * profile.workload.sequence_length * profile.hardware.batches
 
 
 def _gain(change: Change, best: Result, now: float | None, tokens: int) -> Gain:

@@ -25,7 +25,7 @@ from autohete.workload import Kernels, Precision
 from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, NormPlace
 from autohete.workload.optimizers import Optimizer
 
-_ABILITIES = Abilities((Optimizer.ADAMW,))
+_ABILITIES = Abilities((Optimizer.ADAMW,), parallel=True)
 #: Saved tensors, and the modules whose inputs they are: those of attention's core, and its result.
 _MODULES = {"flash_attention": ("core_attn", "attn_proj")}
 
@@ -66,7 +66,7 @@ class MegatronFiles:
 
     def _flags(self, decided: Decided) -> list[str]:
         _ABILITIES.check(decided)
-        workload, gpus = decided.workload, decided.hardware.gpus
+        workload, parallelism = decided.workload, decided.hardware.parallelism
         block = _block(decided)
         return [
             f"--num-layers {workload.transformer_blocks}",
@@ -76,7 +76,13 @@ class MegatronFiles:
             f"--max-position-embeddings {workload.sequence_length}",
             *([] if workload.tied_embeddings else ["--untie-embeddings-and-output-weights"]),
             f"--micro-batch-size {workload.batch_size}",
-            f"--global-batch-size {workload.samples * gpus}",
+            f"--global-batch-size {workload.samples * decided.hardware.batches}",
+            *([f"--tensor-model-parallel-size {parallelism.tensor}"] if parallelism.tensor > 1 else []),
+            *(["--sequence-parallel"] if parallelism.along_sequence > 1 else []),
+            *(
+                [f"--context-parallel-size {parallelism.context}", f"--cp-comm-type {parallelism.exchange}"]
+                * (parallelism.context > 1)
+            ),
             f"--clip-grad {workload.clip_norm or 0.0}",
             *([f"--{workload.precision}"] if workload.precision.is_mixed else []),
             *(["--grad-reduce-in-bf16"] if workload.precision is Precision.BF16 else []),

@@ -17,7 +17,7 @@ SUB_GROUP = 1_000_000_000
 def tensors(profile: Profile) -> Iterator[int]:
     """Yield the elements of each trained tensor, in the order of the model; those of a unit that is only measured as one."""
     for unit, costs in enumerate(profile.units):
-        products = profile.workload.tensors(unit, trained=True)
+        products = profile.of_rank.tensors(unit, trained=True)
         sizes = [one.parameters // one.matrices for one in products for _ in range(one.matrices)]
         yield from sizes if sum(sizes) == costs.trained_parameters else (costs.trained_parameters,)
 

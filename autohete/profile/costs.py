@@ -11,6 +11,7 @@ from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
+from autohete.profile.parallel import part_of_rank
 from autohete.quantities import format_bytes, format_seconds
 from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload
@@ -279,6 +280,11 @@ class Profile:
     def element_bytes(self) -> int:
         """Bytes per element of a parameter or gradient in the format the GPU computes with."""
         return self.workload.precision.element_bytes
+
+    @property
+    def of_rank(self) -> Workload:
+        """What one GPU computes of the workload, whose units these are: all of it, or a part."""
+        return part_of_rank(self.workload, self.hardware.parallelism)
 
     @property
     def optimizer_bytes(self) -> int:

@@ -15,7 +15,7 @@ from autohete.quantities import format_bytes, format_count, format_rate, format_
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
-from autohete.simulate.summary import Summary, UnitTraining, described_blocks, node_text, proven_within, training_of
+from autohete.simulate.summary import Summary, UnitTraining, described_blocks, proven_within, training_of
 from autohete.workload import Units
 
 WIDTH = 80
@@ -76,7 +76,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
     times = f"{workload.micro_batches} x " if workload.micro_batches > 1 else ""
     yield (
         f"{workload.name} ({workload.parameters / 1e9:.2f}B parameters, {times}{workload.batch_size} x "
-        f"{workload.sequence_length} tokens) on {node_text(hardware.name, hardware.gpus)}, {_clock(answer)}"
+        f"{workload.sequence_length} tokens) on {hardware.title}, {_clock(answer)}"
     )
     yield ""
     best, simulation = answer.best, answer.simulation
@@ -167,7 +167,7 @@ def _memory(answer: Answer) -> Iterator[str]:
     reserved = answer.best.summary.gpu_reserved_bytes if answer.best is not None else None
     if reserved is not None:
         yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used"
-    if answer.profile.hardware.gpus > 1:
+    if answer.profile.hardware.all_gpus > 1:
         yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:
         return  # nothing was varied, so nothing is known to bind
