@@ -174,7 +174,7 @@ def _recompute(decided: Decided) -> list[str]:
 
 def _optimizer_offload(decided: Decided) -> list[str]:
     """``HybridDeviceOptimizer``, of which a fraction of the parameters is on the CPU."""
-    counts = [decided.hardware.part_of(unit.trained_parameters) for unit in decided.profile.units]
+    counts = [*map(decided.profile.part_of, range(len(decided.profile.units)))]
     gradients = sum(counts) * decided.profile.element_bytes
     needed = decided.gpu_peak_bytes + gradients
     if needed > decided.hardware.gpu_capacity_bytes:

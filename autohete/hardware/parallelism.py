@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,28 +30,31 @@ class Parallelism:
         context: GPUs that divide each sequence. They have all parameters each, and sum gradients as GPUs with batches of their
             own do.
         exchange: how their attention sees the whole sequence.
+        expert: GPUs that divide the experts of each block, and send each token to those that it goes to. They have batches of
+            their own, or parts of a sequence.
     """
 
     tensor: int = 1
     sequence: bool = True
     context: int = 1
     exchange: ContextExchange = ContextExchange.RING
+    expert: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("tensor", "context"):
+        for name in ("tensor", "context", "expert"):
             check_whole(name, getattr(self, name), 1)
 
     def __str__(self) -> str:
         tensor = f"tp={self.tensor}" + ("" if self.sequence else ",sp=off")
         context = f"cp={self.context}" + (f",comm={self.exchange}" if self.exchange is not ContextExchange.RING else "")
-        parts = [*([tensor] if self.tensor > 1 else []), *([context] if self.context > 1 else [])]
-        return ",".join(parts)
+        counts = {tensor: self.tensor, context: self.context, f"ep={self.expert}": self.expert}
+        return ",".join(text for text, count in counts.items() if count > 1)
 
     @property
     def divides(self) -> bool:
-        """Whether a batch is divided at all."""
-        return self.tensor > 1 or self.context > 1
+        """Whether anything is divided."""
+        return max(self.tensor, self.context, self.expert) > 1
 
     @property
     def along_sequence(self) -> int:
@@ -68,13 +72,16 @@ class Parallelism:
                 f"{gpus} GPUs cannot be divided into groups of {self.tensor} x {self.context} that train a batch together: "
                 "give a multiple"
             )
-        return gpus // self.tensor
+        ranks = gpus // self.tensor
+        if ranks % self.expert:
+            raise InputError(f"{ranks} GPUs with tokens of their own cannot form groups of {self.expert}: give a multiple")
+        return ranks
 
 
 #: A GPU computes its batch by itself.
 ALONE = Parallelism()
 #: How it is written.
-_FORM = "write it such as tp=4,cp=2,dp=2; keys are tp, sp (on or off), cp, comm (p2p or a2a) and dp"
+_FORM = "write it such as tp=4,cp=2,dp=2; keys are tp, sp (on or off), cp, comm (p2p or a2a), ep and dp"
 
 
 def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism]:
@@ -90,18 +97,20 @@ def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism
     given: dict[str, str] = {}
     for item in () if text is None else text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in ("tp", "sp", "cp", "comm", "dp"):
+        if not equals or key not in ("tp", "sp", "cp", "comm", "ep", "dp"):
             raise InputError(f"parallel {item.strip()[:40]!r} is not understood: {_FORM}")
         if key in given:
             raise InputError(f"parallel gives {key} twice: {_FORM}")
         given[key] = value
-    divided = {key: _count(key, given[key]) if key in given else 1 for key in ("tp", "cp", "dp")}
+    divided = {key: _count(key, given[key]) if key in given else 1 for key in ("tp", "cp", "ep", "dp")}
     if given.get("sp", "on") not in ("on", "off"):
         raise InputError(f"parallel sp={given['sp'][:40]} is neither on nor off: {_FORM}")
     if given.get("comm", "p2p") not in ("p2p", "a2a"):
         raise InputError(f"parallel comm={given['comm'][:40]} is neither p2p nor a2a: {_FORM}")
     exchange = ContextExchange(given.get("comm", "p2p"))
-    parallelism = Parallelism(divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange)
+    parallelism = Parallelism(divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange, divided["ep"])
+    if "dp" not in given:  # as many as the experts need
+        divided["dp"] = divided["ep"] // math.gcd(divided["ep"], divided["cp"])
     least = divided["tp"] * divided["cp"] * divided["dp"]
     if gpus is None:
         return least, parallelism

@@ -97,9 +97,9 @@ def with_place(name: str, size_bytes: int, *, write: bool) -> Duration:
 
 
 @_kept
-def collective(size_bytes: int, rounds: int = 1) -> Duration:
-    """A gather or a reduction to parts; an all-reduce has two rounds."""
-    return lambda profile: rounds * profile.collective_seconds(size_bytes)
+def collective(unit: int, size_bytes: int, rounds: int = 1) -> Duration:
+    """A gather of values of ``unit``, or a reduction to parts; an all-reduce has two rounds."""
+    return lambda profile: rounds * profile.unit_collective_seconds(unit, size_bytes)
 
 
 @_kept

@@ -38,8 +38,8 @@ class Shards:
         self._sizes: dict[tuple[UnitPlan, int], UnitSizes] = {}
 
     def _part(self, unit: int, from_stage: int) -> int:
-        count = self._profile.units[unit].trained_parameters
-        return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
+        sharded = self._stages[unit] >= from_stage
+        return self._profile.part_of(unit) if sharded else self._profile.units[unit].trained_parameters
 
     def sizes(self, unit: int) -> UnitSizes:
         """The sizes of the unit's values for one GPU."""

@@ -117,7 +117,7 @@ class Updates:
             b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
         rounds = 2 if not stage or buffers.reduces_all else 1
         # A part of backward: no gather for a later backward overtakes it, which would keep the gradients on the GPU.
-        priority, seconds = b.backward_priority(unit), durations.collective(size, rounds)
+        priority, seconds = b.backward_priority(unit), durations.collective(unit, size, rounds)
         reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds, priority, micro_batch)
         if stage < 2:
             if self._plan.gradients_in_parameters(unit):

@@ -173,14 +173,15 @@ class Costs:
         profile, stage, batches = self.profile, shards.stage(unit), self.profile.workload.micro_batches
         if shards.gpus == 1:
             return
-        gather = profile.collective_seconds(profile.parameter_bytes(unit))
+        gather = profile.unit_collective_seconds(unit, profile.parameter_bytes(unit))
         if stage == 3:
             yield UnitCollective(When.BEFORE_FORWARD, gather, batches)
         if stage == 3 and unit >= profile.first_trained and not one.parameters.stays_after_forward:
             yield UnitCollective(When.BEFORE_BACKWARD, gather, batches)
         if shards.is_frozen(unit):
             return
-        seconds = profile.collective_seconds(profile.units[unit].trained_parameters * profile.element_bytes)
+        size = profile.units[unit].trained_parameters * profile.element_bytes
+        seconds = profile.unit_collective_seconds(unit, size)
         every = one.accumulates_on_host or stage >= 2
         rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
         yield UnitCollective(When.AFTER_BACKWARD, rounds * seconds, batches if every else 1)

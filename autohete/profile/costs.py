@@ -86,6 +86,7 @@ class UnitProfile(Hashed):
         small_tensors: those of them with fewer than 100,000 elements, which DeepSpeed's stage 3 does not release.
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
+        routed_parameters: those of ``parameters`` that are of experts which are divided among GPUs (``Parallelism.expert``).
     """
 
     role: BlockRole
@@ -113,6 +114,7 @@ class UnitProfile(Hashed):
     modules: int = 0
     tensors: int = 0
     small_tensors: int = 0
+    routed_parameters: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -368,17 +370,38 @@ class Profile:
         assert place is not None, "values rest in places that the hardware has"
         return place.latency_seconds + size_bytes / (place.write_bandwidth if write else place.read_bandwidth)
 
-    def collective_seconds(self, size_bytes: float) -> float:
+    def part_of(self, unit: int) -> int:
+        """Trained parameters of ``unit`` per GPU when all that have them share them equally."""
+        costs, hardware = self.units[unit], self.hardware
+        routed = costs.routed_parameters * hardware.parallelism.expert
+        return hardware.part_of(costs.trained_parameters - costs.routed_parameters) + hardware.part_of(routed)
+
+    def unit_collective_seconds(self, unit: int, size_bytes: float) -> float:
+        """The same as :meth:`collective_seconds` for values of a unit, of which those of experts are exchanged apart, among the
+        GPUs that have the same ones.
+        """
+        costs, expert = self.units[unit], self.hardware.parallelism.expert
+        if not costs.routed_parameters:
+            return self.collective_seconds(size_bytes)
+        routed = size_bytes * costs.routed_parameters / costs.parameters
+        return self.collective_seconds(size_bytes - routed) + self.collective_seconds(routed, self.hardware.gpus // expert)
+
+    def collective_seconds(self, size_bytes: float, among: int | None = None) -> float:
         """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.
 
         Each of N GPUs passes on (N - 1) / N of the bytes in N - 1 steps. What leaves a node goes through the network (NCCL,
         ``src/graph/tuning.cc``, algorithm ring).
+
+        Args:
+            size_bytes: on each GPU.
+            among: so many GPUs, spread over all nodes; None: all.
         """
-        join, gpus = self.hardware.interconnect, self.hardware.gpus
+        join, gpus = self.hardware.interconnect, among or self.hardware.gpus
         assert join is not None or gpus == 1, "several GPUs are joined"
         if join is None or gpus == 1:
             return 0.0
-        between, bandwidth = gpus // self.hardware.gpus_of_node - 1, join.bandwidth
+        nodes = self.hardware.gpus // self.hardware.gpus_of_node
+        between, bandwidth = min(nodes, gpus) - 1, join.bandwidth
         if between and join.network_bandwidth is not None:
             bandwidth = min(bandwidth, join.network_bandwidth)
         steps = gpus - 1

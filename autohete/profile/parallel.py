@@ -14,6 +14,9 @@ GPU has a part of each sequence, in two pieces, so that all have as many keys un
 in a ring, each step beside the attention with those that have come; backward sends their gradients as well. Or queries, keys
 and values are exchanged, so that each GPU has some heads of the whole sequence, and results back
 (``AttnFuncWithCPAndQKVOA2A``; DeepSpeed Ulysses, arXiv 2309.14509); nothing overlaps.
+
+Experts (``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAlltoAllTokenDispatcher``): a GPU has a part of them. Each
+token is sent to the GPUs of its experts, and the results back, in forward and in backward; all experts get as many tokens.
 """
 
 from __future__ import annotations
@@ -80,6 +83,8 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
         raise InputError(
             f"kernels {workload.kernels} compute all scores of a sequence at once, so cp cannot divide it: use fused"
         )
+    if parallelism.expert > 1:
+        _check_experts(workload, parallelism.expert)
     sequence = _divided(workload.sequence_length, context, "tokens of a sequence")
     whole = workload.architecture
     if whole is None:
@@ -90,8 +95,16 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
         sequence_length=sequence,
         document_length=None if workload.document_length is None else min(workload.document_length, sequence),
         vocabulary_size=-(-workload.vocabulary_size // tensor),
-        architecture=replace(whole, blocks=tuple([_narrower(block, tensor) for block in whole.blocks])),
+        architecture=replace(whole, blocks=tuple([_narrower(block, parallelism) for block in whole.blocks])),
     )
+
+
+def _check_experts(workload: Workload, expert: int) -> None:
+    blocks = () if workload.architecture is None else workload.architecture.blocks
+    if not any(isinstance(block.feed_forward, Experts) for block in blocks):
+        raise InputError(f"{workload.name} has no experts, so ep={expert} cannot divide them: leave it out")
+    if workload.training.lora is not None or workload.looped_experts is not None:
+        raise InputError(f"ep={expert} is for experts that are trained whole, in grouped products: leave it out")
 
 
 def _divided(count: int, parts: int, what: str) -> int:
@@ -100,8 +113,11 @@ def _divided(count: int, parts: int, what: str) -> int:
     return count // parts
 
 
-def _narrower(block: Block, tensor: int) -> Block:
-    return replace(block, mixer=_mixer(block.mixer, tensor), feed_forward=_feed_forward(block.feed_forward, tensor))
+def _narrower(block: Block, parallelism: Parallelism) -> Block:
+    part = _feed_forward(block.feed_forward, parallelism.tensor)
+    if isinstance(part, Experts) and parallelism.expert > 1:
+        part = replace(part, held=_divided(part.count, parallelism.expert, "experts"))
+    return replace(block, mixer=_mixer(block.mixer, parallelism.tensor), feed_forward=part)
 
 
 def _mixer(mixer: Mixer, tensor: int) -> Mixer:
@@ -172,12 +188,16 @@ class Group:
         bandwidth: bytes/s that each sends, in a ring and to its neighbour.
         latency_seconds: of one step.
         kept: share of its speed that a GPU keeps beside a collective.
+        here: GPUs of its node with tokens of their own.
+        network_bandwidth: bytes/s that these send to other nodes together.
     """
 
     parallelism: Parallelism
     bandwidth: float
     latency_seconds: float
     kept: float
+    here: int = 1
+    network_bandwidth: float = math.inf
 
     @classmethod
     def of(cls, hardware: Hardware) -> Group:
@@ -190,7 +210,9 @@ class Group:
             bandwidth = min(join.bandwidth, join.network_bandwidth or join.bandwidth)
         else:
             bandwidth = join.bandwidth
-        return cls(hardware.parallelism, bandwidth, join.latency_seconds, join.concurrent_share)
+        network = math.inf if join.network_bandwidth is None else join.network_bandwidth
+        kept, here = join.concurrent_share, hardware.gpus_of_node
+        return cls(hardware.parallelism, bandwidth, join.latency_seconds, kept, here, network)
 
     def gather_seconds(self, size_bytes: float) -> float:
         """Time of an all-gather to ``size_bytes`` among those that divide tensors, or of a reduce-scatter; an all-reduce is
@@ -198,6 +220,15 @@ class Group:
         """
         steps = self.parallelism.tensor - 1
         return 0.0 if not steps else steps * (self.latency_seconds + size_bytes / (steps + 1) / self.bandwidth)
+
+    def all_to_all_seconds(self, size_bytes: float) -> float:
+        """Time in which each GPU sends equal parts of ``size_bytes`` to all that divide experts, one of which it is."""
+        expert = self.parallelism.expert
+        if expert == 1:
+            return 0.0
+        near = min(self.here, expert)
+        within, between = size_bytes * (near - 1) / expert, size_bytes * (expert - near) / expert
+        return self.latency_seconds + max(within / self.bandwidth, between * self.here / self.network_bandwidth)
 
     def loss_seconds(self, tokens: int) -> float:
         """Time of the loss's sums over parts of the vocabulary: the largest logit, that of the label, and the sum of exponents,

@@ -172,8 +172,11 @@ class _Roofline(Rates):
         embedding and head. Without ``last`` the result of the unit is not needed, and so not summed.
         """
         w, group = self.workload, self.group
+        inner = w.components(unit) if w.is_inner(unit) else ()
+        tokens = sum(one.active for one in inner if isinstance(one, Experts)) * w.tokens * w.hidden_size * self.element
+        sent = 2 * group.all_to_all_seconds(tokens / group.parallelism.along_sequence)  # to experts, and back
         if group.parallelism.tensor == 1:
-            return 0.0, 0.0
+            return sent, sent
         once = group.gather_seconds(w.stream_bytes * w.tokens * w.hidden_size)
         divided = group.parallelism.sequence
         role = w.role(unit)
@@ -183,7 +186,7 @@ class _Roofline(Rates):
             firsts, trained = [Product(w.vocabulary_size, w.hidden_size)], w.trains_base(0 if w.tied_embeddings else unit)
         else:
             trained = w.trains_base(unit)
-            firsts = [one.products(w.hidden_size)[isinstance(one, Experts)] for one in w.components(unit)]
+            firsts = [one.products(w.hidden_size)[isinstance(one, Experts)] for one in inner]
         forward = once * divided if role is BlockRole.HEAD else 2 * once * len(firsts) - (2 - divided) * once * (not last)
         backward = once * divided * (role is not BlockRole.HEAD) * len(firsts)
         for first in firsts:
@@ -191,7 +194,7 @@ class _Roofline(Rates):
             weights = self._product_seconds(first)[1] - input_gradient if trained else 0.0
             backward += group.beside((2 - divided) * once, weights)
             backward += group.beside(once, input_gradient) if divided and trained else 0.0
-        return forward, backward
+        return forward + sent, backward + sent
 
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
@@ -317,7 +320,13 @@ class _Roofline(Rates):
             modules=called_modules(w, unit),
             tensors=parameter_tensors(w, unit),
             small_tensors=small_tensors(w, unit),
+            routed_parameters=self._routed_parameters(unit),
         )
+
+    def _routed_parameters(self, unit: int) -> int:
+        """Parameters of experts that are divided among GPUs."""
+        parts = self.workload.components(unit) if self.workload.is_inner(unit) and self.group.parallelism.expert > 1 else ()
+        return sum(one.routed_parameters(self.workload.hidden_size) for one in parts if isinstance(one, Experts))
 
     def _casts_inputs(self, unit: int) -> bool:
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""

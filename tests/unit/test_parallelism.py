@@ -16,6 +16,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.simulate import simulate
 from autohete.workload import Kernels, Precision, Workload, named_workload
 from autohete.workload.config import read_model
+from autohete.workload.model import Experts
 
 #: Eight GPUs in a node, and many nodes.
 NODE = load_hardware(
@@ -147,6 +148,50 @@ def test_heads_are_exchanged_for_tokens() -> None:
     assert times[0] - times[1] == pytest.approx(2e-6 + 2 * (4096 + 1024 + 1024 + 4096) * 2048 * 3 / 4 / 1e9)
 
 
+MIXTURE = replace(read_model("qwen3-30b-a3b"), transformer_blocks=4, sequence_length=4096, batch_size=1)
+
+
+@given(expert=st.sampled_from((2, 4, 8)))
+def test_experts_are_divided_and_their_work_is_not(expert: int) -> None:
+    """Each GPU has its experts, and computes as many tokens as before: those of others instead of those that it sends."""
+    alone = analytic_profile(MIXTURE, FREE.shared_by(8)).units[1]
+    each = analytic_profile(MIXTURE, FREE.shared_by(8, Parallelism(expert=expert))).units[1]
+    experts = MIXTURE.block(1).feed_forward
+    assert isinstance(experts, Experts)
+    routed = experts.routed_parameters(MIXTURE.hidden_size)
+    assert each.routed_parameters * expert == routed
+    assert each.parameters == alone.parameters - routed + routed // expert
+    assert each.activation_bytes == alone.activation_bytes
+    assert each.forward_seconds <= alone.forward_seconds
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    """A pass exchanges every token with its experts twice, but for what stays; across nodes over the network."""
+    size = 2 * 8 * 4096 * 2048
+    bandwidth, network = 100e9, 25e9
+    for gpus, expert, expected in (
+        (8, 4, 1e-6 + size * 3 / 4 / bandwidth),
+        (16, 16, 1e-6 + max(size * 7 / 16 / bandwidth, size * 8 / 16 * 8 / network)),
+    ):
+        join = Interconnect(8, bandwidth, 1e-6, network_bandwidth=network)
+        slow, free = (
+            analytic_profile(MIXTURE, replace(NODE, interconnect=one).shared_by(gpus, Parallelism(expert=expert))).units[1]
+            for one in (join, Interconnect(8, math.inf, 0.0, network_bandwidth=math.inf))
+        )
+        assert slow.forward_seconds - free.forward_seconds == pytest.approx(2 * expected)
+
+
+@given(expert=st.sampled_from((1, 2, 4, 8)), unit=st.sampled_from((0, 1, 5)))
+def test_states_are_shared_by_the_gpus_that_have_the_parameters(expert: int, unit: int) -> None:
+    """With ZeRO each GPU updates as much as without divided experts, and experts on all GPUs are not exchanged."""
+    whole, each = (analytic_profile(MIXTURE, NODE.shared_by(8, Parallelism(expert=count))) for count in (1, expert))
+    assert each.part_of(unit) == whole.part_of(unit)
+    if expert == 8:
+        size = each.parameter_bytes(unit)
+        dense = size - each.units[unit].routed_parameters * 2
+        assert each.unit_collective_seconds(unit, size) == pytest.approx(each.collective_seconds(dense))
+
+
 @pytest.mark.parametrize(
     ("text", "gpus", "expected"),
     [
@@ -154,6 +199,8 @@ def test_heads_are_exchanged_for_tokens() -> None:
         (None, 4, (4, Parallelism())),
         ("tp=4,dp=2", None, (8, Parallelism(4))),
         ("tp=2, sp=off, cp=2", 8, (8, Parallelism(2, False, 2))),
+        ("tp=2,ep=4", None, (8, Parallelism(2, expert=4))),
+        ("cp=4,ep=2,comm=a2a", None, (4, Parallelism(1, True, 4, ContextExchange.ALL_TO_ALL, 2))),
     ],
 )
 def test_parallel_is_read(text: str | None, gpus: int | None, expected: tuple[int, Parallelism]) -> None:
@@ -184,6 +231,7 @@ def test_parallel_says_what_to_give(text: str, gpus: int | None, said: str) -> N
     [
         (gpt(), Parallelism(3), "64 heads cannot be divided among 3 GPUs"),
         (gpt(), Parallelism(context=2), "use fused"),
+        (gpt(), Parallelism(expert=2), "has no experts"),
         (gpt(kernels=Kernels.FUSED, sequence_length=2047), Parallelism(context=2), "2047 tokens of a sequence"),
     ],
 )
@@ -191,7 +239,9 @@ def test_what_cannot_be_divided_is_refused(workload: Workload, parallelism: Para
     """Heads, widths and sequences divide evenly, and sequences only where attention is fused."""
     hardware = replace(NODE, interconnect=replace(NODE.interconnect, gpus=6)) if parallelism.tensor == 3 else NODE  # type: ignore[type-var]
     with pytest.raises(InputError, match=said):
-        analytic_profile(workload, hardware.shared_by(parallelism.tensor * parallelism.context, parallelism))
+        analytic_profile(
+            workload, hardware.shared_by(parallelism.tensor * parallelism.context * parallelism.expert, parallelism)
+        )
 
 
 def test_groups_stay_within_a_node() -> None:
