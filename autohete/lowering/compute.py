@@ -261,12 +261,13 @@ class Compute:
         its products add to the sums.
         """
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
-        added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
+        added_here = not plan.accumulates_on_host and not self._shards.reduces_each(unit)
         if begins:
-            count = self._profile.units[unit].trained_parameters
+            count, at_a_time = self._profile.gradient_elements(unit), self._profile.added_elements(unit)
             size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
-                at_once = self._profile.units[unit].added_elements * self._profile.element_bytes if complete else size
+                whole = not complete or self._plan.flat_buffers.adds_whole
+                at_once = size if whole else at_a_time * self._profile.element_bytes
                 b.allocate(task, gradients, 0 if self._in_place else at_once)
             else:
                 b.make(task, gradients, size)

@@ -63,7 +63,7 @@ class Shards:
             cpu_updated=on_cpu,
             gpu_state_bytes=profile.state_bytes(unit, on_gpu) + on_gpu * profile.element_bytes * with_states,
             cpu_state_bytes=profile.state_bytes(unit, on_cpu),
-            summed_bytes=profile.units[unit].trained_parameters * profile.element_bytes * (profile.workload.micro_batches > 1),
+            summed_bytes=profile.gradient_elements(unit) * profile.element_bytes * (profile.workload.micro_batches > 1),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
@@ -78,6 +78,15 @@ class Shards:
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""
         return self._stages[unit]
+
+    def reduces_each(self, unit: int) -> bool:
+        """Whether the gradients of each micro-batch are reduced, because the GPUs sum no more than their parts of them."""
+        return self.stage(unit) >= 2 and not self._plan.sums_whole
+
+    def reduced(self, unit: int) -> int:
+        """Elements of the gradients that a GPU holds after their reduction."""
+        elements = self._profile.gradient_elements(unit)
+        return self._profile.hardware.part_of(elements) if self.stage(unit) >= 2 else elements
 
     def updated(self, unit: int) -> int:
         """Parameters that each GPU, or its process on the host, updates."""

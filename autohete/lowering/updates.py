@@ -89,8 +89,10 @@ class Updates:
         unit, micro_batch = backward.unit, backward.micro_batch
         if self._shards.is_frozen(unit):
             return
-        if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
+        if self._plan.units[unit].accumulates_on_host or self._shards.reduces_each(unit):
             self._reduce_gradients(unit, micro_batch)
+        elif self._plan.flat_buffers.adds_whole:
+            self._put_together(unit, micro_batch)
         if self._copies.find(Kind.OFFLOAD_GRADIENTS, unit, micro_batch):
             self._offload_gradients(unit, micro_batch)
 
@@ -112,10 +114,9 @@ class Updates:
         if self._shards.gpus == 1:
             return
         element = self._profile.element_bytes
-        size, buffers = self._profile.units[unit].trained_parameters * element, self._plan.flat_buffers
-        if buffers.reduce_copies:
-            b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
-        rounds = 2 if not stage or buffers.reduces_all else 1
+        size = self._profile.gradient_elements(unit) * element
+        self._put_together(unit, micro_batch)
+        rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
         # A part of backward: no gather for a later backward overtakes it, which would keep the gradients on the GPU.
         priority, seconds = b.backward_priority(unit), durations.collective(unit, size, rounds)
         reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds, priority, micro_batch)
@@ -125,11 +126,20 @@ class Updates:
             b.write(reduce, Value.GRADIENTS, unit)
             return
         b.read(reduce, Value.GRADIENTS, unit)
-        b.free(reduce, on_gpu(Value.GRADIENTS, unit, micro_batch))
-        if micro_batch and not self._plan.units[unit].accumulates_on_host:
+        on_host = self._plan.units[unit].accumulates_on_host
+        first = micro_batch if on_host or self._shards.reduces_each(unit) else 0  # whose buffer the sums are
+        b.free(reduce, on_gpu(Value.GRADIENTS, unit, first))
+        if first and not on_host:
             b.write(reduce, Value.GRADIENT_SHARD, unit)
         else:
-            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), self._shards.updated(unit) * element)
+            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, first), self._shards.reduced(unit) * element)
+
+    def _put_together(self, unit: int, micro_batch: int) -> None:
+        """Let backward copy the gradients to the flat buffer of a reduction."""
+        copies = self._plan.flat_buffers.reduce_copies if self._shards.gpus > 1 else 0
+        if copies:
+            size = self._profile.gradient_elements(unit) * self._profile.element_bytes
+            self._builder.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, copies))
 
     def _gpu_update(self, unit: int) -> None:
         count = self._shards.updated_on(unit, Processor.GPU)

@@ -166,7 +166,7 @@ class Costs:
             # Adding reads two values and writes one.
             sums=sum(copy.times * profile.elementwise_seconds(3 * copy.move.size_bytes) for copy in added),
             collectives=tuple(self._collectives(unit, one, shards)),
-            gradient_bytes=(shards.updated(unit) if one.zero_stage >= 2 else sizes.trained) * sizes.element_bytes,
+            gradient_bytes=shards.reduced(unit) * sizes.element_bytes,
         )
 
     def _collectives(self, unit: int, one: UnitPlan, shards: Shards) -> Iterator[UnitCollective]:
@@ -180,13 +180,13 @@ class Costs:
             yield UnitCollective(When.BEFORE_BACKWARD, gather, batches)
         if shards.is_frozen(unit):
             return
-        size = profile.units[unit].trained_parameters * profile.element_bytes
-        seconds = profile.unit_collective_seconds(unit, size)
-        every = one.accumulates_on_host or stage >= 2
+        seconds = profile.unit_collective_seconds(unit, profile.gradient_elements(unit) * profile.element_bytes)
+        every = one.accumulates_on_host or shards.reduces_each(unit)
         rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
         yield UnitCollective(When.AFTER_BACKWARD, rounds * seconds, batches if every else 1)
         if stage in (1, 2):
-            yield UnitCollective(When.AFTER_UPDATE, seconds, 1)
+            updated = profile.units[unit].trained_parameters * profile.element_bytes
+            yield UnitCollective(When.AFTER_UPDATE, profile.collective_seconds(updated), 1)
 
     def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
         """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""

@@ -334,6 +334,19 @@ class Profile:
         """Size of all parameters of ``block`` where the GPU computes with them."""
         return self.units[unit].trained_parameters * self.element_bytes + self.frozen_bytes(unit)
 
+    def gradient_elements(self, unit: int) -> int:
+        """Number of elements of the gradients that a backward of ``unit`` computes."""
+        costs = self.units[unit]
+        return costs.parameters if self._has_flat_gradient(unit) else costs.trained_parameters
+
+    def added_elements(self, unit: int) -> int:
+        """Elements of the gradients that exist at a time while a backward adds each to its sum: those of one tensor."""
+        return self.gradient_elements(unit) if self._has_flat_gradient(unit) else self.units[unit].added_elements
+
+    def _has_flat_gradient(self, unit: int) -> bool:
+        lora = self.workload.training.lora
+        return lora is not None and lora.base_gradients and not self.units[unit].is_frozen
+
     def frozen_bytes(self, unit: int) -> int:
         """Size of the frozen parameters of ``block``, in every memory."""
         costs = self.units[unit]

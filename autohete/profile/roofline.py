@@ -80,7 +80,7 @@ def _first_alike(workload: Workload) -> list[int]:
     firsts = []
     for unit in range(workload.unit_count):
         parts = workload.components(unit) if workload.is_inner(unit) else ()
-        alike = workload.role(unit), parts, workload.trains_base(unit), bool(workload.adapter_products(unit))
+        alike = workload.role(unit), parts, workload.has_base_gradients(unit), bool(workload.adapter_products(unit))
         firsts.append(first.setdefault(alike, unit))
     return firsts
 
@@ -160,7 +160,11 @@ class _Roofline(Rates):
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:
         """Time of all matrix products of a unit between embedding and head, forward and backward."""
-        components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
+        components, h, trained = (
+            self.workload.components(unit),
+            self.workload.hidden_size,
+            self.workload.has_base_gradients(unit),
+        )
         products = [product for component in components for product in component.products(h)]
         fp8 = self.workload.training.fp8
         seconds = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
@@ -185,7 +189,7 @@ class _Roofline(Rates):
         if role is BlockRole.HEAD:
             firsts, trained = [Product(w.vocabulary_size, w.hidden_size)], w.trains_base(0 if w.tied_embeddings else unit)
         else:
-            trained = w.trains_base(unit)
+            trained = w.has_base_gradients(unit)
             firsts = [one.products(w.hidden_size)[isinstance(one, Experts)] for one in inner]
         forward = once * divided if role is BlockRole.HEAD else 2 * once * len(firsts) - (2 - divided) * once * (not last)
         backward = once * divided * (role is not BlockRole.HEAD) * len(firsts)
@@ -199,23 +203,22 @@ class _Roofline(Rates):
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
         w, block, in_fp8 = self.workload, self.workload.block(unit), self._casts_inputs(unit)
-        frozen, adapted = not w.trains_base(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
+        frozen, adapted = not w.has_base_gradients(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
         copies, cast = self._copies(unit), _FP8_CAST if in_fp8 else input_cast(w)
         whole, parallelism = self.whole, self.group.parallelism
         if whole.block(unit) == gpt2_block(whole.hidden_size, whole.heads):
             part = divided_part(self.kernels.part(w.role(unit)), parallelism, narrow=False)
-            if not frozen and not in_fp8:
-                return part
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
-            return without_inputs(copied_inputs(part, copied, cast), copied.keys() - used)
+            part = copied_inputs(part, copied, cast)
+            return without_inputs(part, copied.keys() - used) if frozen or in_fp8 else part
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, eager=self.kernels.eager, flash=self.kernels.flash)
             part = divided_part(part, parallelism, narrow=True)
+            part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
-                part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
                 part = without_inputs(part, INPUT_ROWS - {layer.row for layer in adapted if layer.mixes is mixes})
             part = frozen_part(part) if frozen else part
             parts.append(widened_part(part) if w.is_prepared and frozen else part)
@@ -262,7 +265,7 @@ class _Roofline(Rates):
             backward = self._pass_seconds(traffic / self.bandwidth + exchanged_back, kernels, backward_host)
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
-            frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
+            frozen = not w.has_base_gradients(0 if w.tied_embeddings else unit)  # its matrix
             activations = self._head_kept_bytes(unit, frozen)
             gemm, gemm_backward = self._head_seconds(trained=not frozen)
             forward_host, backward_host = self._host_seconds(2), self._host_seconds(4, backward=True)
@@ -330,7 +333,7 @@ class _Roofline(Rates):
 
     def _casts_inputs(self, unit: int) -> bool:
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""
-        return self.workload.training.fp8 and not self.kernels.lean and self.workload.trains_base(unit)
+        return self.workload.training.fp8 and not self.kernels.lean and self.workload.has_base_gradients(unit)
 
     def _copies(self, unit: int) -> Counter[tuple[bool, str]]:
         """How many copies of an input in another format are kept, by whether it is the mixer's and the row that keeps it:
@@ -371,7 +374,7 @@ class _Roofline(Rates):
             kept: float = input_bytes
         else:
             norm = divided_part(norm_part(whole.blocks[0], w.hidden_size, whole.final_norm), parallelism, narrow=True)
-            kept = self._kept_bytes(norm if w.trains_base(unit) else frozen_part(norm), 0)
+            kept = self._kept_bytes(norm if w.has_base_gradients(unit) else frozen_part(norm), 0)
         return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
 
     def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:

@@ -308,7 +308,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         backward = backwards[-1]
         stage, reduced = _zero_stage(schedule, decisions), {}
         if _several_gpus(schedule):
-            each = decisions.accumulates_on_host or stage >= 2
+            each = decisions.accumulates_on_host or (stage >= 2 and not plan.sums_whole)
             reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update.on is Processor.GPU:

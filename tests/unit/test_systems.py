@@ -581,11 +581,13 @@ def test_fsdp1_holds_inputs_beside_adapters(lora: Lora | None) -> None:
         "resident:checkpointing=full,zero_stage=3,reentrant",
         "resident:checkpointing=none,zero_stage=3,fsdp1,reentrant",
         "resident:zero_stage=3,fsdp1,reentrant",
+        "resident:zero_stage=1,no_sync",
+        "resident:zero_stage=3,deepspeed,no_sync",
     ],
 )
 def test_a_system_shards_its_own_way(policy: str) -> None:
-    """FSDP1 shards parameters, is not DeepSpeed, and is what reentrant checkpoints may be around."""
-    with pytest.raises(InputError, match=r"resident:(fsdp1|reentrant)"):
+    """FSDP1 shards parameters, is not DeepSpeed, and is what reentrant checkpoints may be around; only FSDP has no_sync."""
+    with pytest.raises(InputError, match=r"resident:(fsdp1|reentrant|no_sync)"):
         parse_policy(policy)
 
 
