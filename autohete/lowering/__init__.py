@@ -29,11 +29,11 @@ from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
-from autohete.lowering.stages import PipelineStage, joined, stages_of
+from autohete.lowering.stages import PipelineRank, joined, ranks_of
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, Plan, Processor, Route
+from autohete.plan import Activations, PassOrder, Plan, Processor, Route
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -182,14 +182,13 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     _check_places(profile, plan)
-    stages = stages_of(plan, profile.workload.micro_batches)
     hardware = profile.hardware
     if plan.is_pipeline:
-        _check_pipeline(profile, plan, stages)
+        _check_pipeline(profile, plan)
         profile = replace(profile, hardware=replace(hardware, gpus=1))  # each unit is computed by one
     shards = Shards(profile, plan)
     shards.check()
-    ordered = [_ordered(profile, plan, shards, stage) for stage in stages]
+    ordered = [_ordered(profile, plan, shards, rank) for rank in ranks_of(plan, profile.workload.micro_batches)]
     builder, order = ordered[0]
     homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY})
     resident = tuple(resident_buffers(profile, plan, shards))
@@ -234,9 +233,9 @@ def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ..
     return (*found, *(Memory(name, capacity) for name, capacity in places.items()))
 
 
-def _ordered(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[int]]:
-    """Return the tasks with all waits from data, rules and slots, and their issue order."""
-    builder, stays = _tasks(profile, plan, shards, stage)
+def _ordered(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> tuple[Builder, list[int]]:
+    """Return the tasks of a rank with all waits from data, rules and slots, and their issue order."""
+    builder, stays = _tasks(profile, plan, shards, rank)
     builder.order_by_data()
     _apply(plan.rules, builder)
     try:
@@ -293,25 +292,35 @@ def _check_places(profile: Profile, plan: Plan) -> None:
             )
 
 
-def _check_pipeline(profile: Profile, plan: Plan, stages: Sequence[PipelineStage]) -> None:
+def _check_pipeline(profile: Profile, plan: Plan) -> None:
     """Refuse what stages of a pipeline cannot do."""
-    hardware = profile.hardware
+    hardware, stages, micro_batches = profile.hardware, plan.stages, profile.workload.micro_batches
     if plan.ranks != hardware.gpus:
         raise InputError(
             f"the plan's units are on {plan.ranks} ranks, but {hardware.gpus} GPUs train together: give the hardware as many"
         )
+    if len(stages) > plan.ranks and plan.pass_order is PassOrder.ONE_FORWARD_ONE_BACKWARD:
+        if len(stages) % plan.ranks:
+            raise InputError(
+                f"{len(stages)} stages are dealt to {plan.ranks} ranks, which take turns with them: give each rank as many"
+            )
+        if micro_batches % plan.ranks:
+            raise InputError(
+                f"{plan.ranks} ranks with {len(stages) // plan.ranks} stages each train {micro_batches} micro-batches: give a "
+                "multiple of the ranks, or one stage to each"
+            )
     if profile.workload.clips:
         raise InputError("the norm of gradients on several ranks is not summed up: leave clip_norm out")
     if profile.workload.tied_embeddings:
         raise InputError("the head shares the embedding's matrix, but they are on two ranks: untie the embeddings")
     for i, unit in enumerate(plan.units):
         route = unit.parameters
-        if profile.workload.micro_batches > 1 and (route.stays_after_forward or route.stays_after_backward):
+        if micro_batches > 1 and (route.stays_after_forward or route.stays_after_backward):
             raise InputError(
                 f"parameters of unit {i} stay between forward and backward, but passes of other micro-batches come in between: "
                 "let them not stay, or train one micro-batch"
             )
-    if dropping := [stage.first for stage in stages if plan.units[stage.first].activations is Activations.DROP]:
+    if dropping := [stage[0] for stage in stages if plan.units[stage[0]].activations is Activations.DROP]:
         raise InputError(
             f"unit {dropping[0]} drops its input, which comes from another rank and is not recomputed: let it keep its input"
         )
@@ -353,27 +362,27 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     The result depends on whether slots have room for gradients, but not on the count in ``plan.slots``.
     """
     plan = without_frozen(profile, plan)
-    (stage,) = stages_of(plan, profile.workload.micro_batches)
-    builder, stays = _tasks(profile, plan, Shards(profile, plan), stage)
+    (rank,) = ranks_of(plan, profile.workload.micro_batches)
+    builder, stays = _tasks(profile, plan, Shards(profile, plan), rank)
     builder.order_by_data()
     _apply(plan.rules, builder)
     return least_slots(lives_of(builder, stays, builder.order()), len(builder.passes))
 
 
-def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[Stay]]:
-    """Return the tasks of a stage's iteration in program order, and the stays of parameters that come and go."""
+def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> tuple[Builder, list[Stay]]:
+    """Return the tasks of a rank's iteration in program order, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
-    passes = passes_of(recomputations, micro_batches, profile.first_trained, stage)
+    passes = [*passes_of(recomputations, profile.first_trained, rank)]
     builder = Builder(passes, gradients_back=int(plan.delayed))
     compute, clipping = (
-        Compute(builder, profile, plan, shards, recomputations, stage),
+        Compute(builder, profile, plan, shards, recomputations, rank),
         ClippingTasks(builder, profile, plan, shards),
     )
     copies = Copies(builder, profile, plan, shards)
-    updates = Updates(builder, profile, plan, shards, clipping, copies, stage.units)
-    parameters = Parameters(builder, profile, plan, shards, copies, stage.units)
-    transfers = Transfers(builder, profile, compute, stage)
+    updates = Updates(builder, profile, plan, shards, clipping, copies, rank.units)
+    parameters = Parameters(builder, profile, plan, shards, copies, rank.units)
+    transfers = Transfers(builder, profile, plan, compute)
     activations = OffloadedActivations(builder, copies, plan, shards, pinned_memory(profile))
 
     def update(unit: int) -> None:
@@ -420,7 +429,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -
         for unit in reversed(range(profile.first_trained, len(plan.units))):
             update(unit)
     parameters.refresh_all()
-    if shards.is_frozen(stage.first):  # otherwise the first forward waits for its update, and so for the last backward
+    if shards.is_frozen(rank.units[0]):  # otherwise the first forward waits for its update, and so for the last backward
         builder.after(builder.passes[0], builder.passes[-1], back=1)
     return builder, parameters.stays
 

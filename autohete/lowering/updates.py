@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
@@ -35,7 +37,7 @@ class Updates:
         shards: what several GPUs shard.
         clipping: adds norms, and the scaling of gradients.
         copies: adds the copies.
-        mine: the units of the stage.
+        mine: the units of the rank, lowest first.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Updates:
         shards: Shards,
         clipping: ClippingTasks,
         copies: Copies,
-        mine: range,
+        mine: Sequence[int],
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._copies = clipping, copies

@@ -1,10 +1,15 @@
 """Pipeline parallelism: each GPU computes a stage of consecutive units, and micro-batches pass through the stages.
 
-Based on github NVIDIA/Megatron-LM, ``megatron/core/pipeline_parallel/schedules.py``
+Based on github NVIDIA/Megatron-LM at d98e8a64, ``megatron/core/pipeline_parallel/schedules.py``
 (``forward_backward_pipelining_without_interleaving``): once a stage has made as many forwards as there are stages after it, it
 computes one forward and one backward in turns, and the rest of the backwards at the end (PipeDream-Flush, arXiv 2006.09503).
 With ``order=gpipe`` all forwards come first (GPipe, arXiv 1811.06965). A stage sends its output as soon as it has it; Megatron
 does so between two passes. Gradients of micro-batches are summed on the GPU, which updates after its last backward.
+
+With ``chunks=v`` a GPU has v stages (Megatron's virtual stages: ``forward_backward_pipelining_with_interleaving``, arXiv
+2104.04473), dealt to the GPUs in turn. As many micro-batches as there are GPUs pass through its first stage, then through its
+second, and so on; a GPU is idle for a v-th of the time, but sends v times as much and keeps more. Megatron takes a number of
+micro-batches that the GPUs divide. With ``order=gpipe`` all micro-batches pass through a stage before the GPU's next one.
 
 Megatron gives each stage the same number of blocks, the first one the embedding as well, and the last one the head
 (``cut=blocks``). ``cut=time`` makes the longest stage as short as possible, as PipeDream's planner does.
@@ -19,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, PassOrder, Plan, UnitPlan
@@ -44,49 +49,61 @@ class Pipeline:
     Args:
         order: of the passes of micro-batches.
         cut: the division into stages.
+        chunks: stages of each GPU.
         checkpointing: full, selective, none, or the better of full and none.
     """
 
     order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     cut: StageCut = StageCut.BLOCKS
+    chunks: int = 1
     checkpointing: Checkpointing = Checkpointing.BEST
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.chunks < 1:
+            raise InputError(f"chunks is {self.chunks}: give each GPU at least 1 stage")
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
-        yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
+        workload, gpus = profile.workload, profile.hardware.gpus
+        most = workload.transformer_blocks // gpus if gpus > 1 and not workload.micro_batches % gpus else 1
+        chunks = sorted({1, min(2, most), most} - {0})
+        yield from combinations(cls, cut=if_several(profile, *StageCut), chunks=chunks, checkpointing=choosable(profile))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
 
         def plan_for(activations: Activations) -> Plan:
             units = (UnitPlan(), *[UnitPlan(activations)] * (len(profile.units) - 2), UnitPlan())
-            return Plan("pipeline", in_stages(units, self.cut, profile), (GpuUpdatesAfterBackward(),), pass_order=self.order)
+            staged = in_stages(units, self.cut, profile, self.chunks)
+            return Plan("pipeline", staged, (GpuUpdatesAfterBackward(),), pass_order=self.order)
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
 
-def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile) -> tuple[UnitPlan, ...]:
-    """Return ``units`` with the rank of the GPU that computes each; none if there is one GPU.
+def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile, chunks: int) -> tuple[UnitPlan, ...]:
+    """Return ``units`` with the rank of the GPU that computes each, ``chunks`` stages on each GPU; none if there is one GPU.
 
     Raises:
-        InputError: there are more GPUs than transformer blocks.
+        InputError: there are more stages than transformer blocks, or units if they are cut by time.
     """
     gpus, blocks = profile.hardware.gpus, profile.workload.transformer_blocks
+    stages = gpus * chunks
     if gpus == 1:
         return tuple(units)
-    if blocks < gpus:
-        raise InputError(f"a pipeline of {gpus} stages has a block in each, but there are {blocks}: give at most {blocks} GPUs")
+    most, part = (blocks, "block") if cut is StageCut.BLOCKS else (len(units), "unit")
+    if most < stages:
+        fewer = f"at most {most // gpus} chunks" if most >= gpus else f"at most {most} GPUs"
+        raise InputError(f"a pipeline of {stages} stages has a {part} in each, but there are {most}: give {fewer}")
     if cut is StageCut.BLOCKS:
         per_block = (len(units) - 2) // blocks
-        inner = [rank for rank in range(gpus) for _ in range(per_block * (blocks * (rank + 1) // gpus - blocks * rank // gpus))]
-        ranks = [0, *inner, gpus - 1]
+        starts = [per_block * (blocks * stage // stages) for stage in range(stages + 1)]
+        inner = [stage for stage, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
+        which = [0, *inner, stages - 1]
     else:
-        ranks = even_stages([_seconds(profile, i, unit) for i, unit in enumerate(units)], gpus)
-    return tuple(replace(unit, rank=rank) for unit, rank in zip(units, ranks, strict=True))
+        which = even_stages([_seconds(profile, i, unit) for i, unit in enumerate(units)], stages)
+    return tuple(replace(unit, rank=stage % gpus) for unit, stage in zip(units, which, strict=True))
 
 
 def _seconds(profile: Profile, place: int, unit: UnitPlan) -> float:

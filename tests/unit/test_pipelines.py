@@ -107,18 +107,19 @@ def test_one_forward_one_backward_on_paper() -> None:
     assert found.gpu.memory == "gpu.1"
 
 
-def even(stages: int, micro_batches: int) -> tuple[Profile, Plan]:
-    """Stages that take 10 ns forward and 20 back; transfers and updates take no time."""
+def even(stages: int, micro_batches: int, ranks: int | None = None) -> tuple[Profile, Plan]:
+    """Stages that take 10 ns forward and 20 back, dealt to as many ranks or fewer; transfers and updates take no time."""
+    ranks = ranks or stages
     profile = profile_with(PLENTY, micro_batches)
     block = replace(
         profile.units[1], role=BlockRole.TRANSFORMER, forward_seconds=10e-9, backward_seconds=20e-9, gpu_update_seconds=0.0
     )
-    join = Interconnect(stages, 1e18, 0.0)
-    hardware = replace(profile.hardware, interconnect=join).shared_by(stages)
+    join = Interconnect(ranks, 1e18, 0.0)
+    hardware = replace(profile.hardware, interconnect=join).shared_by(ranks)
     workload = replace(profile.workload, transformer_blocks=stages - 2)
     units = (replace(block, role=BlockRole.EMBEDDING), *[block] * (stages - 2), replace(block, role=BlockRole.HEAD))
     profile = Profile(workload, hardware, units, LossProfile(0.0, 4, 8))
-    return profile, Plan("even", tuple(UnitPlan(rank=rank) for rank in range(stages)))
+    return profile, Plan("even", tuple(UnitPlan(rank=stage % ranks) for stage in range(stages)))
 
 
 @pytest.mark.parametrize("order", PassOrder)
@@ -138,6 +139,66 @@ def test_even_stages_have_the_bubble_of_the_papers(stages: int, micro_batches: i
     assert len(held) == (micro_batches if order is PassOrder.ALL_FORWARDS_FIRST else min(micro_batches, stages))
 
 
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_interleaved_stages_divide_the_bubble(ranks: int, chunks: int, groups: int) -> None:
+    """With p ranks of v even stages and m micro-batches an iteration takes 1 + (p - 1) / (v m) times the work of a rank (arXiv
+    2104.04473, section 2.2), and a rank keeps at most one micro-batch of a stage more than it fills the pipeline with
+    (Megatron's ``max_outstanding_backprops``).
+    """
+    micro_batches = ranks * groups
+    profile, plan = even(ranks * chunks, micro_batches, ranks)
+    found = simulate_plan(profile, plan)
+    work = micro_batches * chunks * 30e-9
+    assert found.iteration_seconds == pytest.approx(work * (1 + (ranks - 1) / (chunks * micro_batches)))
+    for rank in range(ranks):
+        order = [task for task in found.schedule.tasks if task.lane == ("gpu" if not rank else f"gpu.{rank}")]
+        passes = [task.id.kind for task in order if task.id.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        kept = [passes[: i + 1].count(Kind.FORWARD) - passes[:i].count(Kind.BACKWARD) for i in range(len(passes))]
+        filled = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, micro_batches * chunks)
+        assert max(kept) == min(filled + 1, micro_batches * chunks)
+
+
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_interleaved_passes_are_in_the_order_of_megatron(ranks: int, chunks: int, groups: int) -> None:
+    """The stage and the micro-batch of each pass are those of its index in Megatron's formula (arXiv 2104.04473's code:
+    ``get_model_chunk_id`` before there was a table).
+    """
+    micro_batches = ranks * groups
+    profile, plan = even(ranks * chunks, micro_batches, ranks)
+    schedule, total = lower(profile, plan), micro_batches * chunks
+
+    def named(k: int, rank: int, kind: Kind) -> TaskId:
+        chunk = k % (ranks * chunks) // ranks
+        if kind is Kind.BACKWARD:
+            chunk = chunks - 1 - chunk
+        return TaskId(kind, chunk * ranks + rank, k // (ranks * chunks) * ranks + k % ranks, rank)
+
+    for rank in range(ranks):
+        filled = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+        expected = [named(k, rank, Kind.FORWARD) for k in range(filled)]
+        for k in range(total - filled):
+            expected += [named(filled + k, rank, Kind.FORWARD), named(k, rank, Kind.BACKWARD)]
+        expected += [named(k, rank, Kind.BACKWARD) for k in range(total - filled, total)]
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        assert [task.id for task in schedule.tasks if task.id.rank == rank and task.id.kind in kinds] == expected
+
+
+def test_all_forwards_first_with_several_stages_is_breadth_first() -> None:
+    """All micro-batches pass through a stage before the rank's next one, whatever the number of stages."""
+    profile, plan = even(3, 2, 2)
+    schedule = validate(lower(profile, replace(plan, pass_order=PassOrder.ALL_FORWARDS_FIRST)))
+    lanes = {lane: [str(task._replace(rank=0)) for task in passes_on(schedule, lane)] for lane in ("gpu", "gpu.1")}
+    assert lanes["gpu"] == ["F0", "F0m1", "F2", "L2", "F2m1", "L2m1", "B2", "B2m1", "B0", "B0m1"]
+    assert lanes["gpu.1"] == ["F1", "F1m1", "B1", "B1m1"]
+
+
+def passes_on(schedule: Schedule, lane: str) -> list[TaskId]:
+    """The passes of a lane, in order."""
+    return [task.id for task in schedule.tasks if task.lane == lane and task.id.kind is not Kind.GPU_UPDATE]
+
+
 def first_back(schedule: Schedule) -> int:
     """When the first stage's first backward starts."""
     return starts(schedule, "gpu")["B0"]
@@ -147,10 +208,10 @@ def first_back(schedule: Schedule) -> int:
 @settings(max_examples=100)
 @given(st.data())
 def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
-    """Dealt to any ranks, in either order, any plan makes the same tasks, with one transfer each way at each border; two
-    executors agree on it; and the ranks together hold what one GPU would, and besides what has arrived.
+    """Dealt to any ranks, one stage or several to each, in either order, any plan makes the same tasks, with one transfer each
+    way at each border; two executors agree on it; and the ranks together hold what one GPU would, and besides what has arrived.
     """
-    drawn = data.draw(strategies.profiles(max_micro_batches=3))
+    drawn = data.draw(strategies.profiles(max_micro_batches=4))
     drawn = replace(
         drawn,
         workload=replace(drawn.workload, tied_embeddings=False, clip_norm=None),
@@ -160,15 +221,19 @@ def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
     profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks))
     alone = replace(profile, hardware=replace(profile.hardware, gpus=1))
     plan = replace(data.draw(strategies.plans(alone)), slots=None, delayed=False, rules=())
-    borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=ranks - 1, max_size=ranks - 1)))
-    of = [sum(unit >= border for border in borders) for unit in range(len(plan.units))]
+    most = 1 if ranks == 1 else len(plan.units)
+    stages = data.draw(st.integers(ranks, most))
+    borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=stages - 1, max_size=stages - 1)))
+    of = [sum(unit >= border for border in borders) % ranks for unit in range(len(plan.units))]
+    in_turns = stages == ranks or not (stages % ranks or profile.workload.micro_batches % ranks)
+    orders = [order for order in PassOrder if in_turns or order is PassOrder.ALL_FORWARDS_FIRST]
     stay = plan.units if profile.workload.micro_batches == 1 else map(never_staying, plan.units)
     plan = replace(plan, units=tuple(stay))
     units = [replace(unit, rank=rank) for unit, rank in zip(plan.units, of, strict=True)]
     for border in borders:
         if units[border].activations is Activations.DROP:
             return
-    pipeline = replace(plan, units=tuple(units), pass_order=data.draw(st.sampled_from(PassOrder)))
+    pipeline = replace(plan, units=tuple(units), pass_order=data.draw(st.sampled_from(orders)))
     schedule, whole = validate(lower(profile, pipeline)), lower(alone, plan)
     assert parse_schedule(str(schedule)) == schedule
     made = Counter(
@@ -182,7 +247,7 @@ def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
     back = sum(border > profile.first_trained for border in borders)
     assert sum(transfers.values()) == profile.workload.micro_batches * (len(borders) + back)
     assert {kind for kind, *_ in transfers} <= set(TRANSFERS)
-    assert list(border_faults(schedule, borders, profile.first_trained)) == []
+    assert list(border_faults(schedule, borders, ranks, profile.first_trained)) == []
     trace = SimExecutor().run(schedule, 4)
     assert check_trace(trace) == []
     again = list_schedule(schedule, 4)
@@ -201,13 +266,14 @@ def buffers_of_units(schedule: Schedule) -> Counter[tuple[object, ...]]:
     )
 
 
-def border_faults(schedule: Schedule, borders: list[int], first_trained: int) -> Iterator[str]:
+def border_faults(schedule: Schedule, borders: list[int], ranks: int, first_trained: int) -> Iterator[str]:
     """Passes at the borders of stages that may run without what they need from the other side."""
     paths = Paths(schedule)
-    for rank, unit in enumerate(borders):
+    for stage, unit in enumerate(borders):
+        low, high = stage % ranks, (stage + 1) % ranks
         for m in range(schedule.micro_batches):
-            send, back = TaskId(Kind.SEND_INPUT, unit, m, rank), TaskId(Kind.SEND_INPUT_GRADIENT, unit, m, rank + 1)
-            below, above = TaskId(Kind.FORWARD, unit - 1, m, rank), TaskId(Kind.FORWARD, unit, m, rank + 1)
+            send, back = TaskId(Kind.SEND_INPUT, unit, m, low), TaskId(Kind.SEND_INPUT_GRADIENT, unit, m, high)
+            below, above = TaskId(Kind.FORWARD, unit - 1, m, low), TaskId(Kind.FORWARD, unit, m, high)
             yield from checks.chain_faults(paths, (below, 0), (send, 0), (above, 0))
             if unit > first_trained:
                 above, below = (task._replace(kind=Kind.BACKWARD) for task in (above, below))
@@ -243,7 +309,9 @@ def test_a_pipeline_of_gpus_on_two_nodes_sends_through_the_network() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": (0, 1, 0, 1, 1)}, "let each rank have consecutive units"),
+        ({"ranks": (1, 1, 0, 0, 0)}, "deal stages of consecutive units to the ranks in turn"),
+        ({"ranks": (0, 1, 0, 0, 0)}, "3 stages are dealt to 2 ranks, which take turns with them: give each rank as many"),
+        ({"ranks": (0, 1, 0, 1, 1), "micro_batches": 3}, "2 ranks with 2 stages each train 3 micro-batches: give a multiple"),
         ({"ranks": (0, 0, None, 1, 1)}, "give each unit a rank"),
         ({"ranks": (0, 0, 2, 2, 2)}, "each rank from 0 on a unit"),
         ({"ranks": (0, 0, 0, 0, 0)}, "on 1 ranks, but 2 GPUs train together"),
@@ -254,7 +322,9 @@ def test_a_pipeline_of_gpus_on_two_nodes_sends_through_the_network() -> None:
 )
 def test_what_a_pipeline_cannot_do_is_refused(change: dict[str, object], message: str) -> None:
     """The error names the ranks or the unit, and what to do."""
-    profile = profile_with(PLENTY, 2, gpus=2, clip_norm=1.0 if "clip_norm" in change else None)
+    micro_batches = change.get("micro_batches", 2)
+    assert isinstance(micro_batches, int)
+    profile = profile_with(PLENTY, micro_batches, gpus=2, clip_norm=1.0 if "clip_norm" in change else None)
     if "tied" in change:
         profile = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
     ranks = change.get("ranks", RANKS)
@@ -347,3 +417,6 @@ def test_more_stages_than_blocks_are_refused() -> None:
     profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=3, tied_embeddings=False), NODE.shared_by(4))
     with pytest.raises(InputError, match="at most 3 GPUs"):
         parse_policy("pipeline").plan(profile, judge_for(profile))
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=9, tied_embeddings=False), NODE.shared_by(4))
+    with pytest.raises(InputError, match="a pipeline of 12 stages has a block in each, but there are 9: give at most 2 chunks"):
+        parse_policy("pipeline:chunks=3").plan(profile, judge_for(profile))
