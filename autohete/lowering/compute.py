@@ -10,6 +10,7 @@ from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
 from autohete.lowering.stages import PipelineRank
+from autohete.lowering.tied import on_one_rank
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.plan.moves import SavedPart
 from autohete.profile import Profile
@@ -70,7 +71,7 @@ class Compute:
             for unit in rank.units
             if plan.holds_inputs and plan.units[unit].activations is Activations.RECOMPUTE and shards.frozen_bytes(unit)
         )
-        self._tied = profile.workload.tied_embeddings
+        self._tied = on_one_rank(profile, plan)
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]

@@ -16,12 +16,12 @@ class Transfers:
     Args:
         builder: collects the tasks.
         profile: sizes.
-        plan: the rank of each unit.
+        plan: the rank of each unit. GPUs of all pipelines with the same rank are neighbours.
         compute: the passes, which use what is received and make what is sent.
     """
 
     def __init__(self, builder: Builder, profile: Profile, plan: Plan, compute: Compute) -> None:
-        self._builder, self._profile, self._compute = builder, profile, compute
+        self._builder, self._profile, self._compute, self._pipelines = builder, profile, compute, profile.hardware.gpus
         self._ranks = [unit.rank or 0 for unit in plan.units]
 
     def before(self, task: TaskId) -> TaskId | None:
@@ -57,6 +57,7 @@ class Transfers:
 
     def _add(self, kind: Kind, unit: int, micro_batch: int, source: int, target: int) -> TaskId:
         """Add a transfer from the rank of unit ``source`` to that of ``target``."""
-        sender, receiver = self._ranks[source], self._ranks[target]
-        seconds = durations.transfer(self._profile.units[unit].input_bytes, sender, receiver)
+        sender, apart = self._ranks[source], self._pipelines
+        size = self._profile.units[unit].input_bytes
+        seconds = durations.transfer(size, sender * apart, self._ranks[target] * apart)
         return self._builder.add(TaskId(kind, unit, micro_batch, sender), SEND, seconds)

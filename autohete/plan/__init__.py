@@ -280,8 +280,8 @@ class Plan(Hashed):
         return tuple(range(start, end) for start, end in zip(starts, (*starts[1:], len(self.units)), strict=True))
 
     def batches(self, gpus: int) -> int:
-        """The number of batches that ``gpus`` GPUs train at a time: one each, but stages of a pipeline share one."""
-        return 1 if self.is_pipeline else gpus
+        """The number of batches that ``gpus`` GPUs train at a time: one each, but the ranks of a pipeline share one."""
+        return gpus // self.ranks
 
     def in_slot(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` live in a slot with its parameters."""

@@ -22,7 +22,7 @@ from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPl
 from autohete.policies import parse_policy
 from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
-from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, Value, parse_schedule, validate
+from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import checks, strategies
@@ -208,19 +208,22 @@ def first_back(schedule: Schedule) -> int:
 @settings(max_examples=100)
 @given(st.data())
 def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
-    """Dealt to any ranks, one stage or several to each, in either order, any plan makes the same tasks, with one transfer each
-    way at each border; two executors agree on it; and the ranks together hold what one GPU would, and besides what has arrived.
+    """Dealt to any ranks, one stage or several to each, in either order, in one pipeline or two side by side, any plan makes
+    the same tasks, with one transfer each way at each border and a sum of norms; two executors agree on it; and the ranks
+    together hold what one GPU would, and besides what has arrived.
     """
     drawn = data.draw(strategies.profiles(max_micro_batches=4))
     drawn = replace(
         drawn,
-        workload=replace(drawn.workload, tied_embeddings=False, clip_norm=None),
+        workload=replace(drawn.workload, tied_embeddings=False),
         hardware=replace(drawn.hardware, shared_cores=None, interconnect=Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)),
     )
     ranks = data.draw(st.integers(1, min(3, len(drawn.units))))
-    profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks))
-    alone = replace(profile, hardware=replace(profile.hardware, gpus=1))
+    apart = data.draw(st.integers(1, 2))
+    profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks * apart))
+    alone = replace(profile, hardware=replace(profile.hardware, gpus=apart))
     plan = replace(data.draw(strategies.plans(alone)), slots=None, delayed=False, rules=())
+    plan = replace(plan, units=tuple(replace(unit, zero_stage=int(unit.zero_stage in (1, 2))) for unit in plan.units))
     most = 1 if ranks == 1 else len(plan.units)
     stages = data.draw(st.integers(ranks, most))
     borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=stages - 1, max_size=stages - 1)))
@@ -237,12 +240,14 @@ def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
     schedule, whole = validate(lower(profile, pipeline)), lower(alone, plan)
     assert parse_schedule(str(schedule)) == schedule
     made = Counter(
-        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in schedule.tasks
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in of_units(schedule)
     )
     expected = Counter(
-        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in whole.tasks
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in of_units(whole)
     )
     transfers = made - expected
+    sums = [task for task in schedule.tasks if task.id.kind is Kind.SUM_NORMS]
+    assert len(sums) == (ranks > 1 and profile.workload.clips)
     assert expected - made == Counter()
     back = sum(border > profile.first_trained for border in borders)
     assert sum(transfers.values()) == profile.workload.micro_batches * (len(borders) + back)
@@ -256,6 +261,11 @@ def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
     assert buffers_of_units(whole) - buffers_of_units(schedule) == Counter()
     assert {(value, unit) for value, unit, *_ in arrived} <= set(product((Value.INPUT, Value.INPUT_GRADIENT), borders))
     assert sum(arrived.values()) == sum(transfers.values())
+
+
+def of_units(schedule: Schedule) -> list[Task]:
+    """All tasks but those of the clip coefficient, which each rank has."""
+    return [task for task in schedule.tasks if task.id.kind not in (Kind.CLIP, Kind.SUM_NORMS)]
 
 
 def buffers_of_units(schedule: Schedule) -> Counter[tuple[object, ...]]:
@@ -283,6 +293,92 @@ def border_faults(schedule: Schedule, borders: list[int], ranks: int, first_trai
 def never_staying(unit: UnitPlan) -> UnitPlan:
     """The unit with parameters that leave after each pass, if they do."""
     return replace(unit, parameters=replace(unit.parameters, stays_after_forward=False, stays_after_backward=False))
+
+
+def test_a_tied_matrix_is_on_both_ranks() -> None:
+    """Embedding and head have a copy each, with states; both wait for the sum of its gradients, and the head's update is that
+    of its own parameters and of the matrix.
+    """
+    profile = profile_with(PLENTY, 2, gpus=2)
+    plan = plan_of(*[UnitPlan()] * 5)
+    tied = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
+    schedule, untied = validate(lower(tied, plan)), lower(profile, plan)
+    sizes, before = ({str(b.id): b.size_bytes for b in one.resident} for one in (schedule, untied))
+    # The matrix has one of the embedding's two parameters: 4 bytes, 8 of states, half of the update's 2 ns.
+    assert {name: size - before[name] for name, size in sizes.items() if size != before[name]} == {
+        "parameters.4r1:gpu.1": 4, "optimizer_states.4r1:gpu.1": 8,
+    }  # fmt: skip
+    times = {str(task.id): task.duration_ns for task in schedule.tasks}
+    assert (times["XT0"], times["W4r1"], times["W0"]) == (1, 2 + 1, 2)
+    paths, both = Paths(schedule), TaskId(Kind.SUM_TIED_GRADIENTS, 0)
+    for rank, unit in ((0, 0), (1, 4)):
+        backward, update = TaskId(Kind.BACKWARD, unit, 1, rank), TaskId(Kind.GPU_UPDATE, unit, 0, rank)
+        assert list(checks.chain_faults(paths, (backward, 0), (both, 0), (update, 0))) == []
+    alone = lower(tied, Plan("one", tuple(replace(unit, rank=0) for unit in plan.units)))
+    assert not any(task.id.kind is Kind.SUM_TIED_GRADIENTS for task in alone.tasks)
+
+
+def test_all_ranks_clip_by_the_same_norm() -> None:
+    """No rank scales a gradient before the norms of all are summed up."""
+    schedule = validate(lower(profile_with(PLENTY, 2, gpus=2, clip_norm=1.0), plan_of(*[UnitPlan()] * 5)))
+    paths, total = Paths(schedule), TaskId(Kind.SUM_NORMS, 0)
+    for unit, rank in enumerate(RANKS):
+        norm, update = TaskId(Kind.GRADIENT_NORM, unit, 0, rank), TaskId(Kind.GPU_UPDATE, unit, 0, rank)
+        for any_rank in (0, 1):
+            clip = TaskId(Kind.CLIP, 0, 0, any_rank)
+            assert list(checks.chain_faults(paths, (norm, 0), (total, 0), (clip, 0))) == []
+        assert list(checks.chain_faults(paths, (total, 0), (TaskId(Kind.CLIP, 0, 0, rank), 0), (update, 0))) == []
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (2, 1), (4, 1), (1, 0)])
+def test_pipelines_side_by_side_reduce_among_neighbours(ranks: int, zero_stage: int) -> None:
+    """Eight GPUs on nodes of four are pipelines of so many ranks. GPUs with the same units are neighbours: they reduce within a
+    node if it has all of them, and a transfer goes through the network where the next rank's are on another node.
+    """
+    profile, plan = even(4, 4, ranks)
+    join = Interconnect(4, 1e9, 0.0, network_bandwidth=1e8, network_latency_seconds=3e-9)
+    hardware = replace(profile.hardware, gpus=1, interconnect=join).shared_by(8)
+    profile = replace(profile, hardware=hardware)
+    units = tuple(replace(unit, zero_stage=zero_stage) for unit in plan.units)
+    schedule = validate(lower(profile, replace(plan, units=units)))
+    apart = 8 // ranks
+    assert plan.batches(8) == apart
+    times = {(task.id.kind, task.id.unit, task.id.rank): (task.duration_ns, task.lane) for task in schedule.tasks}
+    steps, rate = (1 if zero_stage else 2) * (apart - 1) / apart, 0.1 if apart > 4 else 1.0
+    for unit in range(4):
+        size, rank = profile.units[unit].parameters * 4, unit % ranks
+        network = 3 * (apart > 4) * (1 if zero_stage else 2)
+        lane = f"collective.{rank}" if rank else "collective"
+        assert times[Kind.REDUCE_GRADIENTS, unit, rank] == (round(steps * size / rate + network), lane)
+    for unit in range(1, 4) if ranks > 1 else ():
+        sender, receiver = (unit - 1) % ranks * apart, unit % ranks * apart
+        expected = 4 if sender // 4 == receiver // 4 else 43
+        assert times[Kind.SEND_INPUT, unit, (unit - 1) % ranks][0] == expected
+    hosts = {memory.name for memory in schedule.memories if memory.name.startswith("host")}
+    assert hosts == ({"host", "host.1"} if ranks > 1 else {"host"})
+
+
+def test_a_pipeline_beside_others_takes_as_long_as_alone_if_reductions_take_no_time() -> None:
+    """Pipelines side by side do not disturb each other: symmetric ones are simulated once."""
+    profile, plan = even(8, 8, 4)
+    alone = simulate_plan(profile, plan)
+    join = Interconnect(16, 1e18, 0.0)
+    several = replace(profile, hardware=replace(profile.hardware, gpus=1, interconnect=join).shared_by(16))
+    beside = simulate_plan(several, plan)
+    assert beside.iteration_seconds == pytest.approx(alone.iteration_seconds)
+    assert beside.tokens_per_second == pytest.approx(4 * alone.tokens_per_second)
+
+
+def test_gpus_that_are_no_whole_pipelines_are_refused() -> None:
+    """Ranks divide the GPUs; neighbours fill nodes, or nodes are filled by whole groups of them."""
+    profile, plan = even(4, 2, 2)
+    join = Interconnect(4, 1e9, 0.0, network_bandwidth=1e8)
+    node = replace(profile.hardware, gpus=1, interconnect=join)
+    with pytest.raises(InputError, match="on 2 ranks, but 12 GPUs train together, 4 on a node"):
+        lower(replace(profile, hardware=node.shared_by(12)), plan)
+    small = analytic_profile(named_workload("gpt-2b", transformer_blocks=8), NODE.shared_by(4))
+    with pytest.raises(InputError, match="4 GPUs cannot be pipelines of 3 each"):
+        parse_policy("pipeline:ranks=3").plan(small, judge_for(small))
 
 
 def test_one_rank_is_the_ordinary_schedule() -> None:
@@ -314,9 +410,8 @@ def test_a_pipeline_of_gpus_on_two_nodes_sends_through_the_network() -> None:
         ({"ranks": (0, 1, 0, 1, 1), "micro_batches": 3}, "2 ranks with 2 stages each train 3 micro-batches: give a multiple"),
         ({"ranks": (0, 0, None, 1, 1)}, "give each unit a rank"),
         ({"ranks": (0, 0, 2, 2, 2)}, "each rank from 0 on a unit"),
-        ({"ranks": (0, 0, 0, 0, 0)}, "on 1 ranks, but 2 GPUs train together"),
-        ({"clip_norm": 1.0}, "leave clip_norm out"),
-        ({"tied": True}, "untie the embeddings"),
+        ({"ranks": (0, 0, 1, 1, 2)}, "on 3 ranks, but 2 GPUs train together"),
+        ({"on_host": 4}, "gradients of unit 4 are summed on the host, but two ranks have copies of the matrix"),
         ({"drop": 2}, "unit 2 drops its input, which comes from another rank"),
     ],
 )
@@ -324,12 +419,14 @@ def test_what_a_pipeline_cannot_do_is_refused(change: dict[str, object], message
     """The error names the ranks or the unit, and what to do."""
     micro_batches = change.get("micro_batches", 2)
     assert isinstance(micro_batches, int)
-    profile = profile_with(PLENTY, micro_batches, gpus=2, clip_norm=1.0 if "clip_norm" in change else None)
-    if "tied" in change:
+    profile = profile_with(PLENTY, micro_batches, gpus=2)
+    if "on_host" in change:
         profile = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
     ranks = change.get("ranks", RANKS)
     assert isinstance(ranks, tuple)
     units = [UnitPlan(rank=rank) for rank in ranks]
+    if "on_host" in change:
+        units[4] = replace(units[4], update=Update(Processor.CPU), gradients=Route("host"))
     if "drop" in change:
         units[1], units[2] = (
             replace(unit, activations=kept)
