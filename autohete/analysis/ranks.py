@@ -71,13 +71,17 @@ class Ranks:
     Args:
         hardware: how many GPUs train together, how many of them share a host, and the places that each GPU has for itself.
         together: tasks that exist once, for all GPUs.
+        pipelines: number of pipelines side by side, of which one is written out. GPUs with the same place in theirs are
+            neighbours. A GPU takes part in collectives with these, on a lane of its own. None: all GPUs do the same.
 
     Attributes:
         all: the ranks.
     """
 
-    def __init__(self, hardware: Hardware, together: Collection[TaskId] = ()) -> None:
-        self.all, self._of_node, self._together = range(hardware.gpus), hardware.gpus_of_node, together
+    def __init__(self, hardware: Hardware, together: Collection[TaskId] = (), pipelines: int | None = None) -> None:
+        apart = pipelines or 1
+        self.all, self._of_node = range(hardware.gpus // apart), max(hardware.gpus_of_node // apart, 1)
+        self._together, self._lane_of_all = together, COLLECTIVE if pipelines is None else None
         self._own = {GPU_MEMORY, *hardware.beside_gpu}
 
     def memory(self, name: str, rank: int) -> str:
@@ -85,8 +89,8 @@ class Ranks:
         return _numbered(name, rank if name in self._own else rank // self._of_node)
 
     def lane_name(self, name: str, rank: int) -> str:
-        """The name of a lane of a GPU; all have that of collectives in common."""
-        return name if name == COLLECTIVE else _numbered(name, rank)
+        """The name of a lane of a GPU; all that do the same have that of collectives in common."""
+        return name if name == self._lane_of_all else _numbered(name, rank)
 
     def lanes(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
         """The lanes of all GPUs, each between the memories of its GPU."""
@@ -141,7 +145,7 @@ class Ranks:
             replace(flow, lane=self.lane_name(flow.lane, rank))
             for rank in self.all
             for flow in flows
-            if rank == 0 or flow.lane != COLLECTIVE
+            if rank == 0 or flow.lane != self._lane_of_all
         )
 
     def resources(self, resources: Iterable[SharedResource]) -> tuple[SharedResource, ...]:

@@ -29,11 +29,12 @@ from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
-from autohete.lowering.stages import PipelineStage, joined, stages_of
+from autohete.lowering.stages import PipelineRank, joined, ranks_of
+from autohete.lowering.tied import copied_parameters, on_one_rank, with_copy
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, Plan, Processor, Route
+from autohete.plan import Activations, PassOrder, Plan, Processor, Route
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -78,18 +79,19 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     """
     if len(plan.units) != len(profile.units):
         raise InputError(f"the plan has {len(plan.units)} units, the profile {len(profile.units)}: plan for this workload")
+    profile = with_copy(profile, plan)
     lowered, hardware = _for_all_rates(profile, plan), profile.hardware
     schedule = lowered.schedule
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
-    # A pipeline has no collectives, which would slow its GPUs.
-    one = replace(hardware, gpus=1) if plan.is_pipeline else hardware
-    flows, resources = shared_bandwidth(one, places, uses_cpu=lowered.uses_cpu)
+    alike = _of_one_rank(profile, plan)
+    flows, resources = shared_bandwidth(alike.hardware, places, uses_cpu=lowered.uses_cpu)
     memories = _memories(hardware, {place.name: place.capacity_bytes for place in places})
     if plan.is_pipeline:
-        ranks = Ranks(hardware)
+        ranks = _written_out(hardware, plan)
         memories, flows, resources = ranks.memories(memories), ranks.flows(flows), ranks.resources(resources)
+    profile = alike
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
         _refuse_absurd([seconds[which] for which in lowered.lasts], schedule.tasks)
@@ -103,10 +105,10 @@ def never_fits(profile: Profile, plan: Plan) -> bool:
     Raises:
         InputError: as for :func:`lower`.
     """
-    lowered = _for_all_rates(profile, plan)
+    lowered = _for_all_rates(with_copy(profile, plan), plan)
     memories = _memories(profile.hardware, {})
     if plan.is_pipeline:
-        memories = Ranks(profile.hardware).memories(memories)
+        memories = _written_out(profile.hardware, plan).memories(memories)
     return any(unavoidable_bytes(lowered.schedule, memory.name) > memory.capacity_bytes for memory in memories)
 
 
@@ -179,17 +181,16 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         raise InputError("parameters_with_states is for parameters that are their own masters: train without masters")
     if profile.workload.micro_batches > 1:
         _check_accumulation(profile, plan)
-    if profile.workload.tied_embeddings and plan.units[0].parameters.leaves:
+    if on_one_rank(profile, plan) and plan.units[0].parameters.leaves:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     _check_places(profile, plan)
-    stages = stages_of(plan, profile.workload.micro_batches)
     hardware = profile.hardware
     if plan.is_pipeline:
-        _check_pipeline(profile, plan, stages)
-        profile = replace(profile, hardware=replace(hardware, gpus=1))  # each unit is computed by one
+        _check_pipeline(profile, plan)
+    profile = _of_one_rank(profile, plan)
     shards = Shards(profile, plan)
     shards.check()
-    ordered = [_ordered(profile, plan, shards, stage) for stage in stages]
+    ordered = [_ordered(profile, plan, shards, rank) for rank in ranks_of(plan, profile.workload.micro_batches)]
     builder, order = ordered[0]
     homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY})
     resident = tuple(resident_buffers(profile, plan, shards))
@@ -200,16 +201,15 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
         ends = (home, near), (near, home)
         lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
-    lanes = [Lane(GPU), *lanes]
+    # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
+    lanes = [Lane(GPU), *lanes, *([Lane(COLLECTIVE, discipline)] if profile.hardware.gpus > 1 else [])]
     memories = _memories(hardware, dict.fromkeys(homes, 0))
     if plan.is_pipeline:
-        ranks = Ranks(hardware)
+        ranks = _written_out(hardware, plan)
         lanes, memories = [*ranks.lanes([*lanes, Lane(SEND, discipline)])], ranks.memories(memories)
         resident = tuple(_resident_of_ranks(plan, resident, ranks))
         tasks, durations = joined(ordered, ranks)
     else:
-        # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
-        lanes += [Lane(COLLECTIVE, discipline)] if hardware.gpus > 1 else []
         tasks, durations = builder.tasks(order), builder.durations(order)
     saved = tuple(_saved_names(plan, shards))
     schedule = Schedule(lanes=tuple(lanes), tasks=tasks, memories=memories, resident=resident, saved=saved)
@@ -234,9 +234,9 @@ def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ..
     return (*found, *(Memory(name, capacity) for name, capacity in places.items()))
 
 
-def _ordered(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[int]]:
-    """Return the tasks with all waits from data, rules and slots, and their issue order."""
-    builder, stays = _tasks(profile, plan, shards, stage)
+def _ordered(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> tuple[Builder, list[int]]:
+    """Return the tasks of a rank with all waits from data, rules and slots, and their issue order."""
+    builder, stays = _tasks(profile, plan, shards, rank)
     builder.order_by_data()
     _apply(plan.rules, builder)
     try:
@@ -293,28 +293,54 @@ def _check_places(profile: Profile, plan: Plan) -> None:
             )
 
 
-def _check_pipeline(profile: Profile, plan: Plan, stages: Sequence[PipelineStage]) -> None:
+def _check_pipeline(profile: Profile, plan: Plan) -> None:
     """Refuse what stages of a pipeline cannot do."""
-    hardware = profile.hardware
-    if plan.ranks != hardware.gpus:
+    hardware, stages, micro_batches = profile.hardware, plan.stages, profile.workload.micro_batches
+    pipelines, of_node = hardware.gpus // plan.ranks, hardware.gpus_of_node
+    if hardware.gpus % plan.ranks or max(pipelines, of_node) % min(pipelines, of_node):
         raise InputError(
-            f"the plan's units are on {plan.ranks} ranks, but {hardware.gpus} GPUs train together: give the hardware as many"
+            f"the plan's units are on {plan.ranks} ranks, but {hardware.gpus} GPUs train together, {of_node} on a node: give "
+            "as many GPUs as ranks, or so many times as many that neighbours share a node evenly or fill nodes"
         )
-    if profile.workload.clips:
-        raise InputError("the norm of gradients on several ranks is not summed up: leave clip_norm out")
-    if profile.workload.tied_embeddings:
-        raise InputError("the head shares the embedding's matrix, but they are on two ranks: untie the embeddings")
+    if len(stages) > plan.ranks and plan.pass_order is PassOrder.ONE_FORWARD_ONE_BACKWARD:
+        if len(stages) % plan.ranks:
+            raise InputError(
+                f"{len(stages)} stages are dealt to {plan.ranks} ranks, which take turns with them: give each rank as many"
+            )
+        if micro_batches % plan.ranks:
+            raise InputError(
+                f"{plan.ranks} ranks with {len(stages) // plan.ranks} stages each train {micro_batches} micro-batches: give a "
+                "multiple of the ranks, or one stage to each"
+            )
+    on_host = [unit for unit in (0, len(plan.units) - 1) if plan.units[unit].accumulates_on_host]
+    if on_host and micro_batches > 1 and copied_parameters(profile, plan):
+        raise InputError(
+            f"gradients of unit {on_host[0]} are summed on the host, but two ranks have copies of the matrix that embedding "
+            "and head share, whose gradients they sum up: sum on the GPU, or untie the embeddings"
+        )
     for i, unit in enumerate(plan.units):
         route = unit.parameters
-        if profile.workload.micro_batches > 1 and (route.stays_after_forward or route.stays_after_backward):
+        if micro_batches > 1 and (route.stays_after_forward or route.stays_after_backward):
             raise InputError(
                 f"parameters of unit {i} stay between forward and backward, but passes of other micro-batches come in between: "
                 "let them not stay, or train one micro-batch"
             )
-    if dropping := [stage.first for stage in stages if plan.units[stage.first].activations is Activations.DROP]:
+    if dropping := [stage[0] for stage in stages if plan.units[stage[0]].activations is Activations.DROP]:
         raise InputError(
             f"unit {dropping[0]} drops its input, which comes from another rank and is not recomputed: let it keep its input"
         )
+
+
+def _of_one_rank(profile: Profile, plan: Plan) -> Profile:
+    """The profile of the GPUs that compute the same units: all, or those with the same place in pipelines side by side."""
+    if plan.ranks == 1:
+        return profile
+    return replace(profile, hardware=replace(profile.hardware, gpus=profile.hardware.gpus // plan.ranks))
+
+
+def _written_out(hardware: Hardware, plan: Plan) -> Ranks:
+    """The ranks of one of the pipelines, which all do the same."""
+    return Ranks(hardware, pipelines=hardware.gpus // plan.ranks)
 
 
 def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer], ranks: Ranks) -> Iterator[Buffer]:
@@ -353,27 +379,27 @@ def least_parameter_slots(profile: Profile, plan: Plan) -> int:
     The result depends on whether slots have room for gradients, but not on the count in ``plan.slots``.
     """
     plan = without_frozen(profile, plan)
-    (stage,) = stages_of(plan, profile.workload.micro_batches)
-    builder, stays = _tasks(profile, plan, Shards(profile, plan), stage)
+    (rank,) = ranks_of(plan, profile.workload.micro_batches)
+    builder, stays = _tasks(profile, plan, Shards(profile, plan), rank)
     builder.order_by_data()
     _apply(plan.rules, builder)
     return least_slots(lives_of(builder, stays, builder.order()), len(builder.passes))
 
 
-def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -> tuple[Builder, list[Stay]]:
-    """Return the tasks of a stage's iteration in program order, and the stays of parameters that come and go."""
+def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> tuple[Builder, list[Stay]]:
+    """Return the tasks of a rank's iteration in program order, and the stays of parameters that come and go."""
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
-    passes = passes_of(recomputations, micro_batches, profile.first_trained, stage)
+    passes = [*passes_of(recomputations, profile.first_trained, rank)]
     builder = Builder(passes, gradients_back=int(plan.delayed))
     compute, clipping = (
-        Compute(builder, profile, plan, shards, recomputations, stage),
-        ClippingTasks(builder, profile, plan, shards),
+        Compute(builder, profile, plan, shards, recomputations, rank),
+        ClippingTasks(builder, profile, plan, shards, rank),
     )
     copies = Copies(builder, profile, plan, shards)
-    updates = Updates(builder, profile, plan, shards, clipping, copies, stage.units)
-    parameters = Parameters(builder, profile, plan, shards, copies, stage.units)
-    transfers = Transfers(builder, profile, compute, stage)
+    updates = Updates(builder, profile, plan, shards, clipping, copies, rank.units)
+    parameters = Parameters(builder, profile, plan, shards, copies, rank.units)
+    transfers = Transfers(builder, profile, plan, compute)
     activations = OffloadedActivations(builder, copies, plan, shards, pinned_memory(profile))
 
     def update(unit: int) -> None:
@@ -387,6 +413,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -
         updates.update(unit)
         parameters.after_update(unit)
 
+    late = []  # backwards whose gradients wait for another rank: what takes them must not hold up the passes
     for task in builder.passes:
         if task.kind is Kind.LOSS:
             compute.loss(task)
@@ -412,15 +439,23 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, stage: PipelineStage) -
             updates.between(task)
             parameters.after_backward(task.unit)
             continue
+        if updates.waits_for_other_rank(task.unit):
+            late.append(task)
+            continue
+        updates.after_backward(task)
+        if not clipping.clips:
+            update(task.unit)
+    for task in late:
         updates.after_backward(task)
         if not clipping.clips:
             update(task.unit)
     if clipping.clips:  # no update can start before all gradients are complete
         clipping.coefficient()
-        for unit in reversed(range(profile.first_trained, len(plan.units))):
-            update(unit)
+        for unit in reversed(rank.units):
+            if unit >= profile.first_trained:
+                update(unit)
     parameters.refresh_all()
-    if shards.is_frozen(stage.first):  # otherwise the first forward waits for its update, and so for the last backward
+    if shards.is_frozen(rank.units[0]):  # otherwise the first forward waits for its update, and so for the last backward
         builder.after(builder.passes[0], builder.passes[-1], back=1)
     return builder, parameters.stays
 

@@ -3,7 +3,8 @@
 As in ``torch.nn.utils.clip_grad_norm_`` (torch 2.13, ``nn/utils/clip_grad.py``): gradients are read once for their norm, and
 read and written once when they are scaled. Copies of single numbers between GPU and host cost only their latency. They are not
 tasks: four bytes do not occupy a lane, and on a fifo lane they would wait for unrelated copies. Several GPUs that shard
-gradients sum their norms: an all-reduce of one number is part of the coefficient's task.
+gradients sum their norms: an all-reduce of one number is part of the coefficient's task. Ranks of a pipeline sum theirs before,
+and each computes the coefficient (github NVIDIA/Megatron-LM at d98e8a64, ``megatron/core/optimizer/clip_grads.py``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from autohete.errors import InputError
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder
 from autohete.lowering.shards import Shards
+from autohete.lowering.stages import PipelineRank
 from autohete.plan import Plan, Processor
 from autohete.profile import Profile
-from autohete.schedule import COLLECTIVE, CPU, GPU, GPU_MEMORY, HOST_MEMORY, Kind, TaskId, Value
+from autohete.schedule import COLLECTIVE, CPU, GPU, GPU_MEMORY, HOST_MEMORY, SEND, Kind, TaskId, Value
 
 
 class ClippingTasks:
@@ -25,10 +27,11 @@ class ClippingTasks:
         profile: whether gradients are clipped, and the durations.
         plan: the places of the gradients.
         shards: how several GPUs shard them.
+        rank: the units whose gradients this GPU has.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards) -> None:
-        self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
+    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> None:
+        self._builder, self._profile, self._plan, self._shards, self._rank = builder, profile, plan, shards, rank
         self.clips = profile.workload.clips
 
     def norm_on(self, unit: int) -> Processor | None:
@@ -69,7 +72,7 @@ class ClippingTasks:
     def coefficient(self) -> None:
         """Add the coefficient, computed from all norms on the processor that updates."""
         b = self._builder
-        units = [unit for unit in range(len(self._plan.units)) if not self._shards.is_frozen(unit)]
+        units = [unit for unit in self._rank.units if not self._shards.is_frozen(unit)]
         norms = [self.norm_on(unit) for unit in units]
         updates = [side for side in Processor if any(self._shards.updates_on(unit, side) for unit in units)]
         on_cpu = Processor.CPU in (*norms, *updates)
@@ -79,9 +82,19 @@ class ClippingTasks:
         )
         lane = COLLECTIVE if in_parts else CPU if on_cpu else GPU
         clip = b.task(Kind.CLIP, 0, lane, seconds, priority=-1 if lane == CPU else 0)
+        reader = self._sum_over_ranks() or clip
         for unit, norm_on in zip(units, norms, strict=True):
-            b.read(clip, Value.GRADIENT_NORM, unit, HOST_MEMORY if norm_on is Processor.CPU else GPU_MEMORY)
+            b.read(reader, Value.GRADIENT_NORM, unit, HOST_MEMORY if norm_on is Processor.CPU else GPU_MEMORY)
+        if reader != clip:
+            b.after(clip, reader)
         b.write(clip, Value.CLIP_COEFFICIENT, 0, HOST_MEMORY)
+
+    def _sum_over_ranks(self) -> TaskId | None:
+        """Add the all-reduce of one number over the ranks of a pipeline; None if there is one rank."""
+        if self._plan.ranks == 1:
+            return None
+        ranks = tuple(rank * self._shards.gpus for rank in range(self._plan.ranks))
+        return self._builder.add(TaskId(Kind.SUM_NORMS, 0), SEND, durations.all_reduce(4, ranks))
 
     def scale(self, update: TaskId) -> None:
         """``update`` multiplies its gradients by the coefficient."""

@@ -9,48 +9,33 @@ from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.durations import Duration
 from autohete.lowering.shards import Shards
-from autohete.lowering.stages import PipelineStage
+from autohete.lowering.stages import PipelineRank
+from autohete.lowering.tied import on_one_rank
 from autohete.plan import Activations, Plan, Recomputation
 from autohete.plan.moves import SavedPart
 from autohete.profile import Profile
 from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
 
 
-def passes_of(
-    recomputations: Sequence[Sequence[Recomputation]],
-    micro_batches: int,
-    first_trained: int = 0,
-    stage: PipelineStage | None = None,
-) -> list[TaskId]:
+def passes_of(recomputations: Sequence[Sequence[Recomputation]], first_trained: int, rank: PipelineRank) -> Iterator[TaskId]:
     """The passes of a GPU in order.
 
     Args:
         recomputations: for each unit, what is recomputed right before its backward.
-        micro_batches: number of micro-batches.
         first_trained: the unit at which backward ends.
-        stage: the units of a stage of a pipeline. None: all.
+        rank: the turns of its stages.
     """
-    last = len(recomputations) - 1
-    stage = stage or PipelineStage(0, 0, last, last)
-
-    def forwards(m: int) -> Iterator[TaskId]:
-        yield from (task_id(Kind.FORWARD, unit, m) for unit in stage.units)
-        if stage.is_last:
-            yield task_id(Kind.LOSS, last, m)
-
-    def backwards(m: int) -> Iterator[TaskId]:
-        for unit in reversed(stage.units):
+    head = len(recomputations) - 1
+    for is_forward, stage, m in rank.turns:
+        if is_forward:
+            yield from (task_id(Kind.FORWARD, unit, m) for unit in stage)
+            if head in stage:
+                yield task_id(Kind.LOSS, head, m)
+            continue
+        for unit in reversed(stage):
             if unit >= first_trained:
                 yield from (task_id(Kind.RECOMPUTE, one.unit, m, again=one.again) for one in recomputations[unit])
                 yield task_id(Kind.BACKWARD, unit, m)
-
-    ahead = min(stage.forwards_ahead, micro_batches)
-    passes = [task for m in range(ahead) for task in forwards(m)]
-    for m in range(micro_batches):
-        passes += backwards(m)
-        if m + ahead < micro_batches:
-            passes += forwards(m + ahead)
-    return passes
 
 
 class Compute:
@@ -62,7 +47,7 @@ class Compute:
         plan: whether activations are kept, recomputed or offloaded.
         shards: how several GPUs shard gradients.
         recomputations: for each unit, what is recomputed right before its backward.
-        stage: the units that this GPU computes.
+        rank: the stages that this GPU computes.
     """
 
     def __init__(
@@ -72,21 +57,21 @@ class Compute:
         plan: Plan,
         shards: Shards,
         recomputations: Sequence[Sequence[Recomputation]],
-        stage: PipelineStage,
+        rank: PipelineRank,
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._last, self._first_trained = len(plan.units) - 1, profile.first_trained
-        #: The unit whose backward is the last on the GPU of the head.
-        self._last_backward = max(stage.first, self._first_trained) if stage.is_last else None
+        #: The units at which the backward of a stage ends, and the one at which that of the head's stage does.
+        self._ends = {max(stage[0], self._first_trained) for stage in rank.stages}
+        self._last_backward = next((max(stage[0], self._first_trained) for stage in rank.stages if self._last in stage), None)
         self._in_place = plan.sums_in_place
         #: Units whose inputs, and gradients of these, stay until the last backward.
         self._holding = frozenset(
             unit
-            for unit in stage.units
+            for unit in rank.units
             if plan.holds_inputs and plan.units[unit].activations is Activations.RECOMPUTE and shards.frozen_bytes(unit)
         )
-        self._lowest_backward = max(stage.first, self._first_trained)
-        self._tied = profile.workload.tied_embeddings
+        self._tied = on_one_rank(profile, plan)
         self._recomputations = {(one.unit, one.again): one for some in recomputations for one in some}
         #: For each unit, whether only its input is kept for backward, and not on the GPU.
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
@@ -231,7 +216,7 @@ class Compute:
             self._held.append(made)
         if self._profile.loss.keeps_logits and unit == self._last_backward:
             b.free(task, on_gpu(Value.LOGITS, self._last, micro_batch))
-        if unit == self._lowest_backward:
+        if unit in self._ends:
             for buffer in self._held:
                 b.free(task, buffer)
             self._held.clear()

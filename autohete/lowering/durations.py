@@ -109,6 +109,14 @@ def transfer(size_bytes: int, sender: int, receiver: int) -> Duration:
 
 
 @_kept
+def all_reduce(size_bytes: int, ranks: tuple[int, ...]) -> Duration:
+    """An all-reduce over these GPUs of a pipeline: a ring of two passes, as slow as its slowest transfer."""
+    steps, part = 2 * (len(ranks) - 1), size_bytes / len(ranks)
+    pairs = [*zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+    return lambda profile: steps * max(profile.transfer_seconds(part, *pair) for pair in pairs) if steps else 0.0
+
+
+@_kept
 def gpu_kernel(traffic_bytes: float) -> Duration:
     """A kernel on the GPU that its memory bounds."""
     return lambda profile: profile.gpu_memory_seconds(traffic_bytes)

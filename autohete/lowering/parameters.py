@@ -7,6 +7,7 @@ iteration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autohete.lowering import durations
@@ -46,13 +47,15 @@ class Parameters:
         plan: the routes.
         shards: what several GPUs shard.
         copies: adds the copies.
-        mine: the units of the stage.
+        mine: the units of the rank, lowest first.
 
     Attributes:
         stays: the stays of fetched parameters that have been freed.
     """
 
-    def __init__(self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, copies: Copies, mine: range) -> None:
+    def __init__(
+        self, builder: Builder, profile: Profile, plan: Plan, shards: Shards, copies: Copies, mine: Sequence[int]
+    ) -> None:
         self._builder, self._profile, self._plan, self._shards, self._copies = builder, profile, plan, shards, copies
         self.stays: list[Stay] = []
         #: Units whose parameters stay between forward and backward, or backward and forward.

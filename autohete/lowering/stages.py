@@ -1,7 +1,7 @@
-"""Pipelines: each rank computes some of the units, and sends what the next one needs.
+"""Pipelines: each rank computes stages of consecutive units, and sends what the rank of the next stage needs.
 
-A stage is lowered by itself, as if it were a whole model; a transfer (``transfers.py``) is a task of both. :func:`joined` makes
-one schedule of all stages.
+A rank is lowered by itself, as if its units were a whole model; a transfer (``transfers.py``) is a task of both of its ends.
+:func:`joined` makes one schedule of all ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import zip_longest
+from typing import NamedTuple
 
 from autohete.analysis.ranks import Ranks
 from autohete.lowering.builder import Builder
@@ -18,47 +20,65 @@ from autohete.plan import PassOrder, Plan
 from autohete.schedule import Task, TaskId
 
 
+class Turn(NamedTuple):
+    """The passes of a stage for one micro-batch: its forwards, or what its backward computes."""
+
+    is_forward: bool
+    stage: range
+    micro_batch: int
+
+
 @dataclass(frozen=True, slots=True)
-class PipelineStage:
-    """The units that one rank computes.
+class PipelineRank:
+    """What one rank computes.
 
     Args:
         rank: its index.
-        first, last: its units.
-        head: the last unit of the model.
-        forwards_ahead: how many forwards precede the first backward at most.
+        stages: the units of each of its stages, the lowest stage first.
+        turns: their passes in order.
     """
 
     rank: int
-    first: int
-    last: int
-    head: int
-    forwards_ahead: int = 1
+    stages: tuple[range, ...]
+    turns: tuple[Turn, ...]
 
     @property
-    def units(self) -> range:
+    def units(self) -> tuple[int, ...]:
         """Its units, lowest first."""
-        return range(self.first, self.last + 1)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it has the head, and so the loss."""
-        return self.last == self.head
+        return tuple(unit for stage in self.stages for unit in stage)
 
 
-def stages_of(plan: Plan, micro_batches: int) -> list[PipelineStage]:
-    """The stages of a pipeline; a single one if every rank computes all units."""
-    head, ranks = len(plan.units) - 1, plan.ranks
-    stages = []
+def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:
+    """What each rank of a pipeline computes; a single one if every rank computes all units."""
+    ranks, found = plan.ranks, []
+    at_once = plan.is_pipeline and plan.pass_order is PassOrder.ALL_FORWARDS_FIRST
     for rank in range(ranks):
-        units = [i for i, unit in enumerate(plan.units) if (unit.rank or 0) == rank]
-        at_once = plan.pass_order is PassOrder.ALL_FORWARDS_FIRST and plan.is_pipeline
-        stages.append(PipelineStage(rank, units[0], units[-1], head, micro_batches if at_once else ranks - rank))
-    return stages
+        mine = plan.stages[rank::ranks]
+        turns = _turns(rank, ranks, mine, micro_batches, at_once=at_once)
+        found.append(PipelineRank(rank, mine, turns))
+    return found
+
+
+def _turns(rank: int, ranks: int, mine: Sequence[range], micro_batches: int, *, at_once: bool) -> tuple[Turn, ...]:
+    """The passes of a rank in order.
+
+    A group of micro-batches passes through one of its stages after the other: forward from the lowest, backward from the
+    highest. After the forwards with which the rank fills the pipeline, backwards alternate with the forwards that are left
+    (github NVIDIA/Megatron-LM at d98e8a64, ``megatron/core/pipeline_parallel/schedules.py``: ``get_schedule_table``,
+    ``get_pp_rank_microbatches``).
+    """
+    size = micro_batches if at_once else ranks
+    groups = [range(m, min(m + size, micro_batches)) for m in range(0, micro_batches, size)]
+    forwards = [Turn(True, stage, m) for group in groups for stage in mine for m in group]
+    backwards = [Turn(False, stage, m) for group in groups for stage in reversed(mine) for m in group]
+    filling = (ranks - rank - 1) * min(len(mine), 2) + (len(mine) - 1) * ranks
+    ahead = len(forwards) if at_once else filling
+    steady = zip_longest(forwards[ahead:], backwards)
+    return (*forwards[:ahead], *(turn for turns in steady for turn in turns if turn))
 
 
 def joined(stages: Sequence[tuple[Builder, list[int]]], ranks: Ranks) -> tuple[tuple[Task, ...], tuple[Duration, ...]]:
-    """The tasks of all stages, each with its builder and issue order, and their durations."""
+    """The tasks of all ranks, each with its builder and issue order, and their durations."""
     found: dict[TaskId, Task] = {}
     lasting: dict[TaskId, Duration] = {}
     chains: list[list[TaskId]] = []
@@ -85,12 +105,14 @@ def _of_both(sent: Task, received: Task) -> Task:
 
 
 def _merged(chains: Sequence[Sequence[TaskId]], tasks: dict[TaskId, Task]) -> list[TaskId]:
-    """An order of all tasks that keeps that of each chain on its lanes, and every wait within an iteration."""
+    """An order of all tasks that keeps that of each rank on its lanes, and every wait within an iteration."""
     before: defaultdict[TaskId, set[TaskId]] = defaultdict(set)
-    for chain in chains:
+    for rank, chain in enumerate(chains):
         latest: dict[str, TaskId] = {}
         for task in chain:
             lane = tasks[task].lane
+            if task.rank != rank:  # received: the sender has the lane
+                continue
             if lane in latest:
                 before[task].add(latest[lane])
             latest[lane] = task

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
@@ -9,6 +11,7 @@ from autohete.lowering.copies import Copies
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import passing_parameters, pinned_memory
 from autohete.lowering.shards import Shards
+from autohete.lowering.tied import copied_parameters
 from autohete.plan import Plan, Processor, UnitPlan
 from autohete.plan.moves import Move
 from autohete.profile import Profile
@@ -17,6 +20,7 @@ from autohete.schedule import (
     CPU,
     GPU,
     HOST_MEMORY,
+    SEND,
     BufferId,
     Kind,
     TaskId,
@@ -35,7 +39,7 @@ class Updates:
         shards: what several GPUs shard.
         clipping: adds norms, and the scaling of gradients.
         copies: adds the copies.
-        mine: the units of the stage.
+        mine: the units of the rank, lowest first.
     """
 
     def __init__(
@@ -46,11 +50,14 @@ class Updates:
         shards: Shards,
         clipping: ClippingTasks,
         copies: Copies,
-        mine: range,
+        mine: Sequence[int],
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._copies = clipping, copies
         self._last = builder.passes[-1].micro_batch
+        #: Elements of a matrix that two ranks train, and these ranks.
+        self._copied = copied_parameters(profile, plan)
+        self._outer = tuple((unit.rank or 0) * shards.gpus for unit in (plan.units[0], plan.units[-1]))
         units = [(i, plan.units[i]) for i in reversed(mine)]
         if clipping.clips and plan.delayed:  # only delayed updates run before the last backward
             units.sort(key=lambda unit: unit[1].update.on is Processor.GPU)
@@ -67,6 +74,8 @@ class Updates:
         if self._shards.is_frozen(unit):
             return
         self._reduce_gradients(unit, last)
+        if self.waits_for_other_rank(unit):
+            self._sum_copies(unit)
         on_cpu, norm_on = self._plan.units[unit].update.on is Processor.CPU, self._clipping.norm_on(unit)
         if on_cpu and self._plan.delayed:
             self._cpu_update(unit)
@@ -76,6 +85,18 @@ class Updates:
             self._offload_gradients(unit, last)
         if norm_on is Processor.CPU:
             self._clipping.norm(unit)
+
+    def waits_for_other_rank(self, unit: int) -> bool:
+        """Whether the unit's gradients are complete only once another rank has made its last backward."""
+        return self._copied > 0 and unit in (0, len(self._plan.units) - 1)
+
+    def _sum_copies(self, unit: int) -> None:
+        """Sum the gradients of the matrix that embedding and head have on two ranks."""
+        b, size = self._builder, self._copied * self._profile.element_bytes
+        task = b.add(TaskId(Kind.SUM_TIED_GRADIENTS, 0), SEND, durations.all_reduce(size, self._outer))
+        if self._plan.gradients_in_parameters(unit):
+            b.read(task, Value.PARAMETERS, unit)
+        b.write(task, self._shards.gradients(unit), unit)
 
     def update(self, unit: int) -> None:
         """Add the update with the gradients of this iteration."""

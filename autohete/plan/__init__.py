@@ -46,8 +46,9 @@ def _check_size(name: str, value: float) -> None:
 
 
 class PassOrder(StrEnum):
-    """The order in which a stage of a pipeline computes the passes of micro-batches: all forwards, then all backwards (GPipe,
-    arXiv 1811.06965); or, once the pipeline is full, one of each in turns (PipeDream-Flush, arXiv 2006.09503).
+    """The order in which a rank of a pipeline computes the passes of micro-batches: all forwards, then all backwards (GPipe,
+    arXiv 1811.06965; with several stages on a rank breadth-first, arXiv 2211.05953); or, once the pipeline is full, one of each
+    in turns (PipeDream-Flush, arXiv 2006.09503; with several stages on a rank interleaved, arXiv 2104.04473).
     """
 
     ALL_FORWARDS_FIRST = "gpipe"
@@ -260,8 +261,11 @@ class Plan(Hashed):
         ranks = [unit.rank for unit in self.units]
         if self.is_pipeline and set(ranks) != set(range(self.ranks)):
             raise InputError(f"units are on ranks {ranks}: give each unit a rank, and each rank from 0 on a unit; or none")
-        if self.is_pipeline and ranks != sorted(rank or 0 for rank in ranks):
-            raise InputError(f"units are on ranks {ranks}: let each rank have consecutive units, in the order of the ranks")
+        dealt = [self.units[stage[0]].rank for stage in self.stages]
+        if self.is_pipeline and dealt != [stage % self.ranks for stage, _ in enumerate(dealt)]:
+            raise InputError(
+                f"units are on ranks {ranks}: deal stages of consecutive units to the ranks in turn, the lowest stage to rank 0"
+            )
         if self.is_pipeline and (self.delayed or self.slots is not None):
             raise InputError("stages of a pipeline neither delay updates nor have slots: leave delayed and slots out")
 
@@ -275,9 +279,15 @@ class Plan(Hashed):
         """The number of ranks that compute different units; 1 if all compute all."""
         return 1 + max((unit.rank or 0 for unit in self.units), default=0)
 
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The runs of consecutive units that one rank computes, lowest first; one if all ranks compute all units."""
+        starts = [i for i, unit in enumerate(self.units) if not i or unit.rank != self.units[i - 1].rank]
+        return tuple(range(start, end) for start, end in zip(starts, (*starts[1:], len(self.units)), strict=True))
+
     def batches(self, gpus: int) -> int:
-        """The number of batches that ``gpus`` GPUs train at a time: one each, but stages of a pipeline share one."""
-        return 1 if self.is_pipeline else gpus
+        """The number of batches that ``gpus`` GPUs train at a time: one each, but the ranks of a pipeline share one."""
+        return gpus // self.ranks
 
     def in_slot(self, unit: int) -> bool:
         """Whether the gradients of ``unit`` live in a slot with its parameters."""

@@ -216,7 +216,8 @@ class UnitPlan(Hashed):
             is recomputed one more time than there are entries.
         zero_stage: what several GPUs shard instead of replicating (ZeRO): from 1 on the optimizer states, from 2 on the
             gradients, with 3 the parameters.
-        rank: index of the GPU that computes the unit, as a stage of a pipeline. None: every GPU does, each with its own data.
+        rank: index of the GPU that computes the unit, in a stage of a pipeline; of several pipelines side by side, those GPUs
+            that have this place in theirs. None: every GPU does, each with its own data.
     """
 
     activations: Activations = Activations.KEEP
@@ -289,10 +290,10 @@ class UnitPlan(Hashed):
             )
         if self.update.share:
             self._check_shared_update()
-        if self.rank is not None and (self.rank < 0 or self.zero_stage):
+        if self.rank is not None and (self.rank < 0 or self.zero_stage > 1):
             raise InputError(
-                f"rank is {self.rank} with zero_stage {self.zero_stage}: give the index of the one GPU that has the unit, "
-                "from 0, and share nothing of it"
+                f"rank is {self.rank} with zero_stage {self.zero_stage}: give the index of the rank that has the unit, from 0, "
+                "and zero_stage 0 or 1"
             )
 
     def _check_saved(self) -> None:

@@ -288,6 +288,20 @@ class GpuUpdatesAfterBackward(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class ReductionsAfterBackward(Rule):
+    """Reductions of complete gradients over the GPUs, and their norms, wait for the last backward."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        last = tasks.passes[-1]
+        for task in tasks.of(Kind.REDUCE_GRADIENTS):
+            if task.micro_batch == last.micro_batch:
+                tasks.after(task, last)
+        for task in tasks.of(Kind.GRADIENT_NORM):
+            tasks.after(task, last)
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUpdatesAfterRecompute(Rule):
     """GPU updates wait for the recomputation that follows their backward, if there is one. Until then a backward needs the
     memory; from then on the states of the update may come.

@@ -1,16 +1,28 @@
 """Pipeline parallelism: each GPU computes a stage of consecutive units, and micro-batches pass through the stages.
 
-Based on github NVIDIA/Megatron-LM, ``megatron/core/pipeline_parallel/schedules.py``
+Based on github NVIDIA/Megatron-LM at d98e8a64, ``megatron/core/pipeline_parallel/schedules.py``
 (``forward_backward_pipelining_without_interleaving``): once a stage has made as many forwards as there are stages after it, it
 computes one forward and one backward in turns, and the rest of the backwards at the end (PipeDream-Flush, arXiv 2006.09503).
 With ``order=gpipe`` all forwards come first (GPipe, arXiv 1811.06965). A stage sends its output as soon as it has it; Megatron
 does so between two passes. Gradients of micro-batches are summed on the GPU, which updates after its last backward.
 
+With ``chunks=v`` a GPU has v stages (Megatron's virtual stages: ``forward_backward_pipelining_with_interleaving``, arXiv
+2104.04473), dealt to the GPUs in turn. As many micro-batches as there are GPUs pass through its first stage, then through its
+second, and so on; a GPU is idle for a v-th of the time, but sends v times as much and keeps more. Megatron takes a number of
+micro-batches that the GPUs divide. With ``order=gpipe`` all micro-batches pass through a stage before the GPU's next one.
+
 Megatron gives each stage the same number of blocks, the first one the embedding as well, and the last one the head
 (``cut=blocks``). ``cut=time`` makes the longest stage as short as possible, as PipeDream's planner does.
 
-A batch is one of all GPUs, which share its micro-batches; policies that train data-parallel have one for each. On one GPU there
-is one stage: ordinary training.
+A batch is one of all ranks of a pipeline, which share its micro-batches; policies that train data-parallel have one for each
+GPU. With fewer ``ranks`` than GPUs, pipelines train side by side, each with a batch. GPUs with the same stages are neighbours
+(Megatron's order of ranks, ``tp-cp-ep-dp-pp``), and reduce their gradients after the last backward, or with
+``overlap_grad_reduce`` as soon as they are complete. Megatron reduces them in buckets, here by unit. With ``zero_stage=1`` each
+updates a part, and the parameters are gathered (``--use-distributed-optimizer``). On one GPU there is one stage: ordinary
+training.
+
+If embedding and head share a matrix, the first and the last rank have copies of it, and sum up their gradients. If gradients
+are clipped, the ranks sum up their norms after the last backward.
 """
 
 from __future__ import annotations
@@ -19,12 +31,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, PassOrder, Plan, UnitPlan
 from autohete.plan.policy import Judge
-from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.plan.rules import GpuUpdatesAfterBackward, ReductionsAfterBackward, Rule
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations, if_several
 from autohete.profile import Profile
@@ -44,49 +57,88 @@ class Pipeline:
     Args:
         order: of the passes of micro-batches.
         cut: the division into stages.
+        chunks: stages of each GPU.
+        ranks: GPUs of one pipeline. None: all.
+        zero_stage: 1 shards the optimizer states over pipelines side by side.
+        overlap_grad_reduce: these reduce gradients during the last backward.
         checkpointing: full, selective, none, or the better of full and none.
     """
 
     order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     cut: StageCut = StageCut.BLOCKS
+    chunks: int = 1
+    ranks: int | None = None
+    zero_stage: int = 0
+    overlap_grad_reduce: bool = False
     checkpointing: Checkpointing = Checkpointing.BEST
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.chunks < 1:
+            raise InputError(f"chunks is {self.chunks}: give each GPU at least 1 stage")
+        if self.ranks is not None and self.ranks < 1:
+            raise InputError(f"ranks is {self.ranks}: give at least 1, or leave it out for a pipeline over all GPUs")
+        if self.zero_stage not in (0, 1):
+            raise InputError(f"zero_stage is {self.zero_stage}: pipelines shard nothing (0) or the optimizer states (1)")
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
-        yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
+        workload, gpus = profile.workload, profile.hardware.gpus
+        checkpointing = choosable(profile)
+        for ranks in range(gpus, 1 if gpus > 1 else 0, -1):
+            most = workload.transformer_blocks // ranks
+            if gpus % ranks or not most:
+                continue
+            chunks = (1,) if ranks == 1 or workload.micro_batches % ranks else sorted({1, min(2, most), most})
+            yield from combinations(
+                partial(cls, ranks=None if ranks == gpus else ranks, zero_stage=int(ranks < gpus)),
+                cut=if_several(profile, *StageCut),
+                chunks=chunks,
+                checkpointing=checkpointing,
+            )
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
+        gpus = profile.hardware.gpus
+        ranks = gpus if self.ranks is None else self.ranks
+        if gpus % ranks:
+            raise InputError(f"{gpus} GPUs cannot be pipelines of {ranks} each: let ranks divide the number of GPUs")
+        rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)
+        if not self.overlap_grad_reduce:
+            rules = (*rules, ReductionsAfterBackward())
 
         def plan_for(activations: Activations) -> Plan:
             units = (UnitPlan(), *[UnitPlan(activations)] * (len(profile.units) - 2), UnitPlan())
-            return Plan("pipeline", in_stages(units, self.cut, profile), (GpuUpdatesAfterBackward(),), pass_order=self.order)
+            staged = in_stages(units, self.cut, profile, ranks, self.chunks)
+            if ranks < gpus:
+                staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
+            return Plan("pipeline", staged, rules, pass_order=self.order)
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
 
-def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile) -> tuple[UnitPlan, ...]:
-    """Return ``units`` with the rank of the GPU that computes each; none if there is one GPU.
+def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile, ranks: int, chunks: int) -> tuple[UnitPlan, ...]:
+    """Return ``units`` with the rank that computes each, which has ``chunks`` stages; none if there is one rank.
 
     Raises:
-        InputError: there are more GPUs than transformer blocks.
+        InputError: there are more stages than transformer blocks, or units if they are cut by time.
     """
-    gpus, blocks = profile.hardware.gpus, profile.workload.transformer_blocks
-    if gpus == 1:
+    stages, blocks = ranks * chunks, profile.workload.transformer_blocks
+    if ranks == 1:
         return tuple(units)
-    if blocks < gpus:
-        raise InputError(f"a pipeline of {gpus} stages has a block in each, but there are {blocks}: give at most {blocks} GPUs")
+    most, part = (blocks, "block") if cut is StageCut.BLOCKS else (len(units), "unit")
+    if most < stages:
+        fewer = f"at most {most // ranks} chunks" if most >= ranks else f"at most {most} GPUs"
+        raise InputError(f"a pipeline of {stages} stages has a {part} in each, but there are {most}: give {fewer}")
     if cut is StageCut.BLOCKS:
         per_block = (len(units) - 2) // blocks
-        inner = [rank for rank in range(gpus) for _ in range(per_block * (blocks * (rank + 1) // gpus - blocks * rank // gpus))]
-        ranks = [0, *inner, gpus - 1]
+        starts = [per_block * (blocks * stage // stages) for stage in range(stages + 1)]
+        inner = [stage for stage, (start, end) in enumerate(pairwise(starts)) for _ in range(start, end)]
+        which = [0, *inner, stages - 1]
     else:
-        ranks = even_stages([_seconds(profile, i, unit) for i, unit in enumerate(units)], gpus)
-    return tuple(replace(unit, rank=rank) for unit, rank in zip(units, ranks, strict=True))
+        which = even_stages([_seconds(profile, i, unit) for i, unit in enumerate(units)], stages)
+    return tuple(replace(unit, rank=stage % ranks) for unit, stage in zip(units, which, strict=True))
 
 
 def _seconds(profile: Profile, place: int, unit: UnitPlan) -> float:

@@ -423,9 +423,9 @@ class Profile:
 
     def transfer_seconds(self, size_bytes: float, sender: int, receiver: int) -> float:
         """Time to send ``size_bytes`` from one GPU to another, by their ranks: through the network if they are on two nodes."""
-        join, of_node = self.hardware.interconnect, self.hardware.gpus_of_node
+        join = self.hardware.interconnect
         assert join is not None, "several GPUs are joined"
-        if sender // of_node == receiver // of_node or join.network_bandwidth is None:
+        if sender // join.gpus == receiver // join.gpus or join.network_bandwidth is None:
             return join.latency_seconds + size_bytes / join.bandwidth
         return join.network_latency_seconds + size_bytes / min(join.bandwidth, join.network_bandwidth)
 

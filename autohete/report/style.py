@@ -71,6 +71,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.GATHER_UPDATED: Look(ORANGE, "......"),
     Kind.SEND_INPUT: Look(YELLOW, "//////"),
     Kind.SEND_INPUT_GRADIENT: Look(YELLOW, "xxxxxx"),
+    Kind.SUM_TIED_GRADIENTS: Look(YELLOW, "......"),
+    Kind.SUM_NORMS: Look(YELLOW, "++++++"),
     Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
     Kind.CLIP: Look(BLUE, "++++++"),
 }

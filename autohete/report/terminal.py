@@ -9,7 +9,7 @@ from rich.text import Text
 from autohete.execution.trace import Trace
 from autohete.quantities import format_seconds
 from autohete.report.tables import print_text
-from autohete.schedule import KIND_MEANING, Kind
+from autohete.schedule import KIND_MEANING, TRANSFERS, Kind
 
 #: The kinds that share a letter, and what it means. Any other kind has the letter of its task ids.
 _SHARED = {
@@ -21,7 +21,7 @@ _SHARED = {
     ("+", KIND_MEANING[Kind.ACCUMULATE]): (Kind.ACCUMULATE,),
     ("c", "gather of parameters"): (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.GATHER_UPDATED),
     ("r", KIND_MEANING[Kind.REDUCE_GRADIENTS]): (Kind.REDUCE_GRADIENTS,),
-    ("X", "transfer between pipeline stages"): (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT),
+    ("X", "transfer between pipeline stages"): TRANSFERS,
 }
 #: One letter and its meaning for every kind. Styles distinguish neighbouring tasks.
 LETTERS = {kind: (str(kind), KIND_MEANING[kind]) for kind in Kind} | {

@@ -65,6 +65,8 @@ class Kind(StrEnum):
     CLIP = "C"
     SEND_INPUT = "XF"
     SEND_INPUT_GRADIENT = "XB"
+    SUM_TIED_GRADIENTS = "XT"
+    SUM_NORMS = "XN"
 
     __hash__ = str.__hash__  # Enum's own __hash__ is a Python call, for every id that lowering looks up
 
@@ -105,9 +107,11 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.CLIP: "clip coefficient",
     Kind.SEND_INPUT: "transfer of an input to the next rank",
     Kind.SEND_INPUT_GRADIENT: "transfer of an input's gradient to the rank before",
+    Kind.SUM_TIED_GRADIENTS: "sum of a tied matrix's gradients over the ranks of embedding and head",
+    Kind.SUM_NORMS: "sum of the norms of gradients over ranks",
 }
-#: The transfers between ranks that compute different units.
-TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT)
+#: The transfers between ranks that compute different units. Each is one task of all ranks that take part.
+TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT, Kind.SUM_TIED_GRADIENTS, Kind.SUM_NORMS)
 #: The kinds that all GPUs run together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)

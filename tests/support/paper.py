@@ -58,7 +58,7 @@ def profile_with(
         host=Host(PLENTY, 1e12, 1.0, pinned_bytes),
         cpu=Cpu(1, 4e9),
         places=(Place("nvme", PLENTY, 4e9, 4e9, 0.0),),
-        interconnect=Interconnect(2, 4e9, 0.0),
+        interconnect=Interconnect(4, 4e9, 0.0),
     ).shared_by(gpus)
 
     saved = SavedTensors("result", 16), SavedTensors("norm", 20, 2e-9, selective=True)

@@ -22,7 +22,7 @@ from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPl
 from autohete.policies import parse_policy
 from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
-from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, TaskId, Value, parse_schedule, validate
+from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import checks, strategies
@@ -107,18 +107,19 @@ def test_one_forward_one_backward_on_paper() -> None:
     assert found.gpu.memory == "gpu.1"
 
 
-def even(stages: int, micro_batches: int) -> tuple[Profile, Plan]:
-    """Stages that take 10 ns forward and 20 back; transfers and updates take no time."""
+def even(stages: int, micro_batches: int, ranks: int | None = None) -> tuple[Profile, Plan]:
+    """Stages that take 10 ns forward and 20 back, dealt to as many ranks or fewer; transfers and updates take no time."""
+    ranks = ranks or stages
     profile = profile_with(PLENTY, micro_batches)
     block = replace(
         profile.units[1], role=BlockRole.TRANSFORMER, forward_seconds=10e-9, backward_seconds=20e-9, gpu_update_seconds=0.0
     )
-    join = Interconnect(stages, 1e18, 0.0)
-    hardware = replace(profile.hardware, interconnect=join).shared_by(stages)
+    join = Interconnect(ranks, 1e18, 0.0)
+    hardware = replace(profile.hardware, interconnect=join).shared_by(ranks)
     workload = replace(profile.workload, transformer_blocks=stages - 2)
     units = (replace(block, role=BlockRole.EMBEDDING), *[block] * (stages - 2), replace(block, role=BlockRole.HEAD))
     profile = Profile(workload, hardware, units, LossProfile(0.0, 4, 8))
-    return profile, Plan("even", tuple(UnitPlan(rank=rank) for rank in range(stages)))
+    return profile, Plan("even", tuple(UnitPlan(rank=stage % ranks) for stage in range(stages)))
 
 
 @pytest.mark.parametrize("order", PassOrder)
@@ -138,6 +139,66 @@ def test_even_stages_have_the_bubble_of_the_papers(stages: int, micro_batches: i
     assert len(held) == (micro_batches if order is PassOrder.ALL_FORWARDS_FIRST else min(micro_batches, stages))
 
 
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_interleaved_stages_divide_the_bubble(ranks: int, chunks: int, groups: int) -> None:
+    """With p ranks of v even stages and m micro-batches an iteration takes 1 + (p - 1) / (v m) times the work of a rank (arXiv
+    2104.04473, section 2.2), and a rank keeps at most one micro-batch of a stage more than it fills the pipeline with
+    (Megatron's ``max_outstanding_backprops``).
+    """
+    micro_batches = ranks * groups
+    profile, plan = even(ranks * chunks, micro_batches, ranks)
+    found = simulate_plan(profile, plan)
+    work = micro_batches * chunks * 30e-9
+    assert found.iteration_seconds == pytest.approx(work * (1 + (ranks - 1) / (chunks * micro_batches)))
+    for rank in range(ranks):
+        order = [task for task in found.schedule.tasks if task.lane == ("gpu" if not rank else f"gpu.{rank}")]
+        passes = [task.id.kind for task in order if task.id.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        kept = [passes[: i + 1].count(Kind.FORWARD) - passes[:i].count(Kind.BACKWARD) for i in range(len(passes))]
+        filled = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, micro_batches * chunks)
+        assert max(kept) == min(filled + 1, micro_batches * chunks)
+
+
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_interleaved_passes_are_in_the_order_of_megatron(ranks: int, chunks: int, groups: int) -> None:
+    """The stage and the micro-batch of each pass are those of its index in Megatron's formula (arXiv 2104.04473's code:
+    ``get_model_chunk_id`` before there was a table).
+    """
+    micro_batches = ranks * groups
+    profile, plan = even(ranks * chunks, micro_batches, ranks)
+    schedule, total = lower(profile, plan), micro_batches * chunks
+
+    def named(k: int, rank: int, kind: Kind) -> TaskId:
+        chunk = k % (ranks * chunks) // ranks
+        if kind is Kind.BACKWARD:
+            chunk = chunks - 1 - chunk
+        return TaskId(kind, chunk * ranks + rank, k // (ranks * chunks) * ranks + k % ranks, rank)
+
+    for rank in range(ranks):
+        filled = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
+        expected = [named(k, rank, Kind.FORWARD) for k in range(filled)]
+        for k in range(total - filled):
+            expected += [named(filled + k, rank, Kind.FORWARD), named(k, rank, Kind.BACKWARD)]
+        expected += [named(k, rank, Kind.BACKWARD) for k in range(total - filled, total)]
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        assert [task.id for task in schedule.tasks if task.id.rank == rank and task.id.kind in kinds] == expected
+
+
+def test_all_forwards_first_with_several_stages_is_breadth_first() -> None:
+    """All micro-batches pass through a stage before the rank's next one, whatever the number of stages."""
+    profile, plan = even(3, 2, 2)
+    schedule = validate(lower(profile, replace(plan, pass_order=PassOrder.ALL_FORWARDS_FIRST)))
+    lanes = {lane: [str(task._replace(rank=0)) for task in passes_on(schedule, lane)] for lane in ("gpu", "gpu.1")}
+    assert lanes["gpu"] == ["F0", "F0m1", "F2", "L2", "F2m1", "L2m1", "B2", "B2m1", "B0", "B0m1"]
+    assert lanes["gpu.1"] == ["F1", "F1m1", "B1", "B1m1"]
+
+
+def passes_on(schedule: Schedule, lane: str) -> list[TaskId]:
+    """The passes of a lane, in order."""
+    return [task.id for task in schedule.tasks if task.lane == lane and task.id.kind is not Kind.GPU_UPDATE]
+
+
 def first_back(schedule: Schedule) -> int:
     """When the first stage's first backward starts."""
     return starts(schedule, "gpu")["B0"]
@@ -147,42 +208,51 @@ def first_back(schedule: Schedule) -> int:
 @settings(max_examples=100)
 @given(st.data())
 def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
-    """Dealt to any ranks, in either order, any plan makes the same tasks, with one transfer each way at each border; two
-    executors agree on it; and the ranks together hold what one GPU would, and besides what has arrived.
+    """Dealt to any ranks, one stage or several to each, in either order, in one pipeline or two side by side, any plan makes
+    the same tasks, with one transfer each way at each border and a sum of norms; two executors agree on it; and the ranks
+    together hold what one GPU would, and besides what has arrived.
     """
-    drawn = data.draw(strategies.profiles(max_micro_batches=3))
+    drawn = data.draw(strategies.profiles(max_micro_batches=4))
     drawn = replace(
         drawn,
-        workload=replace(drawn.workload, tied_embeddings=False, clip_norm=None),
+        workload=replace(drawn.workload, tied_embeddings=False),
         hardware=replace(drawn.hardware, shared_cores=None, interconnect=Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)),
     )
     ranks = data.draw(st.integers(1, min(3, len(drawn.units))))
-    profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks))
-    alone = replace(profile, hardware=replace(profile.hardware, gpus=1))
+    apart = data.draw(st.integers(1, 2))
+    profile = replace(drawn, hardware=drawn.hardware.shared_by(ranks * apart))
+    alone = replace(profile, hardware=replace(profile.hardware, gpus=apart))
     plan = replace(data.draw(strategies.plans(alone)), slots=None, delayed=False, rules=())
-    borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=ranks - 1, max_size=ranks - 1)))
-    of = [sum(unit >= border for border in borders) for unit in range(len(plan.units))]
+    plan = replace(plan, units=tuple(replace(unit, zero_stage=int(unit.zero_stage in (1, 2))) for unit in plan.units))
+    most = 1 if ranks == 1 else len(plan.units)
+    stages = data.draw(st.integers(ranks, most))
+    borders = sorted(data.draw(st.sets(st.integers(1, len(plan.units) - 1), min_size=stages - 1, max_size=stages - 1)))
+    of = [sum(unit >= border for border in borders) % ranks for unit in range(len(plan.units))]
+    in_turns = stages == ranks or not (stages % ranks or profile.workload.micro_batches % ranks)
+    orders = [order for order in PassOrder if in_turns or order is PassOrder.ALL_FORWARDS_FIRST]
     stay = plan.units if profile.workload.micro_batches == 1 else map(never_staying, plan.units)
     plan = replace(plan, units=tuple(stay))
     units = [replace(unit, rank=rank) for unit, rank in zip(plan.units, of, strict=True)]
     for border in borders:
         if units[border].activations is Activations.DROP:
             return
-    pipeline = replace(plan, units=tuple(units), pass_order=data.draw(st.sampled_from(PassOrder)))
+    pipeline = replace(plan, units=tuple(units), pass_order=data.draw(st.sampled_from(orders)))
     schedule, whole = validate(lower(profile, pipeline)), lower(alone, plan)
     assert parse_schedule(str(schedule)) == schedule
     made = Counter(
-        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in schedule.tasks
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in of_units(schedule)
     )
     expected = Counter(
-        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in whole.tasks
+        (task.id.kind, task.id.unit, task.id.micro_batch, task.id.again, task.duration_ns) for task in of_units(whole)
     )
     transfers = made - expected
+    sums = [task for task in schedule.tasks if task.id.kind is Kind.SUM_NORMS]
+    assert len(sums) == (ranks > 1 and profile.workload.clips)
     assert expected - made == Counter()
     back = sum(border > profile.first_trained for border in borders)
     assert sum(transfers.values()) == profile.workload.micro_batches * (len(borders) + back)
     assert {kind for kind, *_ in transfers} <= set(TRANSFERS)
-    assert list(border_faults(schedule, borders, profile.first_trained)) == []
+    assert list(border_faults(schedule, borders, ranks, profile.first_trained)) == []
     trace = SimExecutor().run(schedule, 4)
     assert check_trace(trace) == []
     again = list_schedule(schedule, 4)
@@ -193,6 +263,11 @@ def test_any_pipeline_does_the_work_of_the_plan(data: st.DataObject) -> None:
     assert sum(arrived.values()) == sum(transfers.values())
 
 
+def of_units(schedule: Schedule) -> list[Task]:
+    """All tasks but those of the clip coefficient, which each rank has."""
+    return [task for task in schedule.tasks if task.id.kind not in (Kind.CLIP, Kind.SUM_NORMS)]
+
+
 def buffers_of_units(schedule: Schedule) -> Counter[tuple[object, ...]]:
     """The buffers of units, resident or not, wherever they are, with their sizes."""
     every = [*schedule.resident, *(buffer for task in schedule.tasks for buffer in task.allocates)]
@@ -201,13 +276,14 @@ def buffers_of_units(schedule: Schedule) -> Counter[tuple[object, ...]]:
     )
 
 
-def border_faults(schedule: Schedule, borders: list[int], first_trained: int) -> Iterator[str]:
+def border_faults(schedule: Schedule, borders: list[int], ranks: int, first_trained: int) -> Iterator[str]:
     """Passes at the borders of stages that may run without what they need from the other side."""
     paths = Paths(schedule)
-    for rank, unit in enumerate(borders):
+    for stage, unit in enumerate(borders):
+        low, high = stage % ranks, (stage + 1) % ranks
         for m in range(schedule.micro_batches):
-            send, back = TaskId(Kind.SEND_INPUT, unit, m, rank), TaskId(Kind.SEND_INPUT_GRADIENT, unit, m, rank + 1)
-            below, above = TaskId(Kind.FORWARD, unit - 1, m, rank), TaskId(Kind.FORWARD, unit, m, rank + 1)
+            send, back = TaskId(Kind.SEND_INPUT, unit, m, low), TaskId(Kind.SEND_INPUT_GRADIENT, unit, m, high)
+            below, above = TaskId(Kind.FORWARD, unit - 1, m, low), TaskId(Kind.FORWARD, unit, m, high)
             yield from checks.chain_faults(paths, (below, 0), (send, 0), (above, 0))
             if unit > first_trained:
                 above, below = (task._replace(kind=Kind.BACKWARD) for task in (above, below))
@@ -217,6 +293,92 @@ def border_faults(schedule: Schedule, borders: list[int], first_trained: int) ->
 def never_staying(unit: UnitPlan) -> UnitPlan:
     """The unit with parameters that leave after each pass, if they do."""
     return replace(unit, parameters=replace(unit.parameters, stays_after_forward=False, stays_after_backward=False))
+
+
+def test_a_tied_matrix_is_on_both_ranks() -> None:
+    """Embedding and head have a copy each, with states; both wait for the sum of its gradients, and the head's update is that
+    of its own parameters and of the matrix.
+    """
+    profile = profile_with(PLENTY, 2, gpus=2)
+    plan = plan_of(*[UnitPlan()] * 5)
+    tied = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
+    schedule, untied = validate(lower(tied, plan)), lower(profile, plan)
+    sizes, before = ({str(b.id): b.size_bytes for b in one.resident} for one in (schedule, untied))
+    # The matrix has one of the embedding's two parameters: 4 bytes, 8 of states, half of the update's 2 ns.
+    assert {name: size - before[name] for name, size in sizes.items() if size != before[name]} == {
+        "parameters.4r1:gpu.1": 4, "optimizer_states.4r1:gpu.1": 8,
+    }  # fmt: skip
+    times = {str(task.id): task.duration_ns for task in schedule.tasks}
+    assert (times["XT0"], times["W4r1"], times["W0"]) == (1, 2 + 1, 2)
+    paths, both = Paths(schedule), TaskId(Kind.SUM_TIED_GRADIENTS, 0)
+    for rank, unit in ((0, 0), (1, 4)):
+        backward, update = TaskId(Kind.BACKWARD, unit, 1, rank), TaskId(Kind.GPU_UPDATE, unit, 0, rank)
+        assert list(checks.chain_faults(paths, (backward, 0), (both, 0), (update, 0))) == []
+    alone = lower(tied, Plan("one", tuple(replace(unit, rank=0) for unit in plan.units)))
+    assert not any(task.id.kind is Kind.SUM_TIED_GRADIENTS for task in alone.tasks)
+
+
+def test_all_ranks_clip_by_the_same_norm() -> None:
+    """No rank scales a gradient before the norms of all are summed up."""
+    schedule = validate(lower(profile_with(PLENTY, 2, gpus=2, clip_norm=1.0), plan_of(*[UnitPlan()] * 5)))
+    paths, total = Paths(schedule), TaskId(Kind.SUM_NORMS, 0)
+    for unit, rank in enumerate(RANKS):
+        norm, update = TaskId(Kind.GRADIENT_NORM, unit, 0, rank), TaskId(Kind.GPU_UPDATE, unit, 0, rank)
+        for any_rank in (0, 1):
+            clip = TaskId(Kind.CLIP, 0, 0, any_rank)
+            assert list(checks.chain_faults(paths, (norm, 0), (total, 0), (clip, 0))) == []
+        assert list(checks.chain_faults(paths, (total, 0), (TaskId(Kind.CLIP, 0, 0, rank), 0), (update, 0))) == []
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (2, 1), (4, 1), (1, 0)])
+def test_pipelines_side_by_side_reduce_among_neighbours(ranks: int, zero_stage: int) -> None:
+    """Eight GPUs on nodes of four are pipelines of so many ranks. GPUs with the same units are neighbours: they reduce within a
+    node if it has all of them, and a transfer goes through the network where the next rank's are on another node.
+    """
+    profile, plan = even(4, 4, ranks)
+    join = Interconnect(4, 1e9, 0.0, network_bandwidth=1e8, network_latency_seconds=3e-9)
+    hardware = replace(profile.hardware, gpus=1, interconnect=join).shared_by(8)
+    profile = replace(profile, hardware=hardware)
+    units = tuple(replace(unit, zero_stage=zero_stage) for unit in plan.units)
+    schedule = validate(lower(profile, replace(plan, units=units)))
+    apart = 8 // ranks
+    assert plan.batches(8) == apart
+    times = {(task.id.kind, task.id.unit, task.id.rank): (task.duration_ns, task.lane) for task in schedule.tasks}
+    steps, rate = (1 if zero_stage else 2) * (apart - 1) / apart, 0.1 if apart > 4 else 1.0
+    for unit in range(4):
+        size, rank = profile.units[unit].parameters * 4, unit % ranks
+        network = 3 * (apart > 4) * (1 if zero_stage else 2)
+        lane = f"collective.{rank}" if rank else "collective"
+        assert times[Kind.REDUCE_GRADIENTS, unit, rank] == (round(steps * size / rate + network), lane)
+    for unit in range(1, 4) if ranks > 1 else ():
+        sender, receiver = (unit - 1) % ranks * apart, unit % ranks * apart
+        expected = 4 if sender // 4 == receiver // 4 else 43
+        assert times[Kind.SEND_INPUT, unit, (unit - 1) % ranks][0] == expected
+    hosts = {memory.name for memory in schedule.memories if memory.name.startswith("host")}
+    assert hosts == ({"host", "host.1"} if ranks > 1 else {"host"})
+
+
+def test_a_pipeline_beside_others_takes_as_long_as_alone_if_reductions_take_no_time() -> None:
+    """Pipelines side by side do not disturb each other: symmetric ones are simulated once."""
+    profile, plan = even(8, 8, 4)
+    alone = simulate_plan(profile, plan)
+    join = Interconnect(16, 1e18, 0.0)
+    several = replace(profile, hardware=replace(profile.hardware, gpus=1, interconnect=join).shared_by(16))
+    beside = simulate_plan(several, plan)
+    assert beside.iteration_seconds == pytest.approx(alone.iteration_seconds)
+    assert beside.tokens_per_second == pytest.approx(4 * alone.tokens_per_second)
+
+
+def test_gpus_that_are_no_whole_pipelines_are_refused() -> None:
+    """Ranks divide the GPUs; neighbours fill nodes, or nodes are filled by whole groups of them."""
+    profile, plan = even(4, 2, 2)
+    join = Interconnect(4, 1e9, 0.0, network_bandwidth=1e8)
+    node = replace(profile.hardware, gpus=1, interconnect=join)
+    with pytest.raises(InputError, match="on 2 ranks, but 12 GPUs train together, 4 on a node"):
+        lower(replace(profile, hardware=node.shared_by(12)), plan)
+    small = analytic_profile(named_workload("gpt-2b", transformer_blocks=8), NODE.shared_by(4))
+    with pytest.raises(InputError, match="4 GPUs cannot be pipelines of 3 each"):
+        parse_policy("pipeline:ranks=3").plan(small, judge_for(small))
 
 
 def test_one_rank_is_the_ordinary_schedule() -> None:
@@ -243,23 +405,28 @@ def test_a_pipeline_of_gpus_on_two_nodes_sends_through_the_network() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": (0, 1, 0, 1, 1)}, "let each rank have consecutive units"),
+        ({"ranks": (1, 1, 0, 0, 0)}, "deal stages of consecutive units to the ranks in turn"),
+        ({"ranks": (0, 1, 0, 0, 0)}, "3 stages are dealt to 2 ranks, which take turns with them: give each rank as many"),
+        ({"ranks": (0, 1, 0, 1, 1), "micro_batches": 3}, "2 ranks with 2 stages each train 3 micro-batches: give a multiple"),
         ({"ranks": (0, 0, None, 1, 1)}, "give each unit a rank"),
         ({"ranks": (0, 0, 2, 2, 2)}, "each rank from 0 on a unit"),
-        ({"ranks": (0, 0, 0, 0, 0)}, "on 1 ranks, but 2 GPUs train together"),
-        ({"clip_norm": 1.0}, "leave clip_norm out"),
-        ({"tied": True}, "untie the embeddings"),
+        ({"ranks": (0, 0, 1, 1, 2)}, "on 3 ranks, but 2 GPUs train together"),
+        ({"on_host": 4}, "gradients of unit 4 are summed on the host, but two ranks have copies of the matrix"),
         ({"drop": 2}, "unit 2 drops its input, which comes from another rank"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(change: dict[str, object], message: str) -> None:
     """The error names the ranks or the unit, and what to do."""
-    profile = profile_with(PLENTY, 2, gpus=2, clip_norm=1.0 if "clip_norm" in change else None)
-    if "tied" in change:
+    micro_batches = change.get("micro_batches", 2)
+    assert isinstance(micro_batches, int)
+    profile = profile_with(PLENTY, micro_batches, gpus=2)
+    if "on_host" in change:
         profile = replace(profile, workload=replace(profile.workload, tied_embeddings=True))
     ranks = change.get("ranks", RANKS)
     assert isinstance(ranks, tuple)
     units = [UnitPlan(rank=rank) for rank in ranks]
+    if "on_host" in change:
+        units[4] = replace(units[4], update=Update(Processor.CPU), gradients=Route("host"))
     if "drop" in change:
         units[1], units[2] = (
             replace(unit, activations=kept)
@@ -347,3 +514,6 @@ def test_more_stages_than_blocks_are_refused() -> None:
     profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=3, tied_embeddings=False), NODE.shared_by(4))
     with pytest.raises(InputError, match="at most 3 GPUs"):
         parse_policy("pipeline").plan(profile, judge_for(profile))
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=9, tied_embeddings=False), NODE.shared_by(4))
+    with pytest.raises(InputError, match="a pipeline of 12 stages has a block in each, but there are 9: give at most 2 chunks"):
+        parse_policy("pipeline:chunks=3").plan(profile, judge_for(profile))
