@@ -67,7 +67,7 @@ def largest_member(
         least_tokens_per_second: models that train more slowly are too large.
         run: works through many calls, such as in several processes.
     """
-    names = longest_first(default_policies(hardware.gpus) if policies is None else policies)
+    names = longest_first(default_policies(hardware.gpus, hardware.parallelism.pipeline) if policies is None else policies)
     order = sorted(models, key=lambda model: (-model.parameters, model.name))
     too_large: list[tuple[Workload, str]] = []
     for place, model in enumerate(order):

@@ -259,7 +259,8 @@ class Question:
         How they divide each batch: tp=N (N GPUs share the tensors of each block, as in Megatron), with sp=off without sequence
         parallelism, and cp=N (N GPUs share each sequence, and pass keys and values on in a ring, or with comm=a2a exchange
         heads as DeepSpeed Ulysses does), such as tp=4,cp=2. The other GPUs have batches of their own; dp=N says how many.
-        ep=N of those with tokens of their own share the experts of a block. Without --gpus as many as these take.
+        ep=N of those with tokens of their own share the experts of a block. pp=N have stages of a pipeline, which policies
+        such as pipeline plan. Without --gpus as many as these take.
     """
 
     model: Annotated[str | None, Parameter(group=MODEL)] = None

@@ -42,12 +42,22 @@ def simulate(
         Print JSON: one object, or a list for several policies.
     """
     from autohete.plan.policy import Verdict
-    from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
+    from autohete.policies import (
+        CANNOT_ACCUMULATE,
+        CANNOT_CLIP,
+        COMPARED,
+        COMPARED_BY_SEVERAL,
+        PIPELINES,
+        UPDATE_ON_CPU,
+        parse_policy,
+    )
     from autohete.simulate.summary import answer_or_refusal
     from autohete.workload.optimizers import updates_in_backward
 
     chosen = question.answerable()
     compared: tuple[str, ...] = COMPARED if question.ranks() == 1 else COMPARED_BY_SEVERAL
+    if chosen.hardware.parallelism.pipeline > 1:
+        compared = PIPELINES
     cannot = (
         *(CANNOT_CLIP if chosen.workload.clips else ()),
         *(CANNOT_ACCUMULATE if chosen.workload.micro_batches > 1 else ()),

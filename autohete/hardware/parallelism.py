@@ -30,6 +30,7 @@ class Parallelism:
         context: GPUs that divide each sequence. They have all parameters each, and sum gradients as GPUs with batches of their
             own do.
         exchange: how their attention sees the whole sequence.
+        pipeline: GPUs that share a batch by stages, which a policy for pipelines assigns.
         expert: GPUs that divide the experts of each block, and send each token to those that it goes to. They have batches of
             their own, or parts of a sequence.
     """
@@ -39,22 +40,24 @@ class Parallelism:
     context: int = 1
     exchange: ContextExchange = ContextExchange.RING
     expert: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("tensor", "context", "expert"):
+        for name in ("tensor", "context", "expert", "pipeline"):
             check_whole(name, getattr(self, name), 1)
 
     def __str__(self) -> str:
         tensor = f"tp={self.tensor}" + ("" if self.sequence else ",sp=off")
         context = f"cp={self.context}" + (f",comm={self.exchange}" if self.exchange is not ContextExchange.RING else "")
         counts = {tensor: self.tensor, context: self.context, f"ep={self.expert}": self.expert}
+        counts[f"pp={self.pipeline}"] = self.pipeline
         return ",".join(text for text, count in counts.items() if count > 1)
 
     @property
     def divides(self) -> bool:
         """Whether anything is divided."""
-        return max(self.tensor, self.context, self.expert) > 1
+        return max(self.tensor, self.context, self.expert, self.pipeline) > 1
 
     @property
     def along_sequence(self) -> int:
@@ -67,13 +70,14 @@ class Parallelism:
         Raises:
             InputError: the GPUs cannot be divided so.
         """
-        if gpus % (self.tensor * self.context):
+        sizes = self.tensor, self.context, self.pipeline
+        if gpus % math.prod(sizes):
             raise InputError(
-                f"{gpus} GPUs cannot be divided into groups of {self.tensor} x {self.context} that train a batch together: "
+                f"{gpus} GPUs cannot be divided into groups of {' x '.join(map(str, sizes))} that train a batch together: "
                 "give a multiple"
             )
         ranks = gpus // self.tensor
-        if ranks % self.expert:
+        if ranks // self.pipeline % self.expert:
             raise InputError(f"{ranks} GPUs with tokens of their own cannot form groups of {self.expert}: give a multiple")
         return ranks
 
@@ -81,7 +85,7 @@ class Parallelism:
 #: A GPU computes its batch by itself.
 ALONE = Parallelism()
 #: How it is written.
-_FORM = "write it such as tp=4,cp=2,dp=2; keys are tp, sp (on or off), cp, comm (p2p or a2a), ep and dp"
+_FORM = "write it such as tp=4,cp=2,dp=2; keys are tp, sp (on or off), cp, comm (p2p or a2a), ep, pp and dp"
 
 
 def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism]:
@@ -97,21 +101,23 @@ def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism
     given: dict[str, str] = {}
     for item in () if text is None else text.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in ("tp", "sp", "cp", "comm", "ep", "dp"):
+        if not equals or key not in ("tp", "sp", "cp", "comm", "ep", "pp", "dp"):
             raise InputError(f"parallel {item.strip()[:40]!r} is not understood: {_FORM}")
         if key in given:
             raise InputError(f"parallel gives {key} twice: {_FORM}")
         given[key] = value
-    divided = {key: _count(key, given[key]) if key in given else 1 for key in ("tp", "cp", "ep", "dp")}
+    divided = {key: _count(key, given[key]) if key in given else 1 for key in ("tp", "cp", "ep", "pp", "dp")}
     if given.get("sp", "on") not in ("on", "off"):
         raise InputError(f"parallel sp={given['sp'][:40]} is neither on nor off: {_FORM}")
     if given.get("comm", "p2p") not in ("p2p", "a2a"):
         raise InputError(f"parallel comm={given['comm'][:40]} is neither p2p nor a2a: {_FORM}")
     exchange = ContextExchange(given.get("comm", "p2p"))
-    parallelism = Parallelism(divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange, divided["ep"])
+    parallelism = Parallelism(
+        divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange, divided["ep"], divided["pp"]
+    )
     if "dp" not in given:  # as many as the experts need
         divided["dp"] = divided["ep"] // math.gcd(divided["ep"], divided["cp"])
-    least = divided["tp"] * divided["cp"] * divided["dp"]
+    least = math.prod(divided[key] for key in ("tp", "cp", "pp", "dp"))
     if gpus is None:
         return least, parallelism
     if ("dp" in given and gpus != least) or gpus % least:

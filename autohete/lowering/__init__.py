@@ -185,6 +185,12 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     _check_places(profile, plan)
     hardware = profile.hardware
+    asked = hardware.parallelism.pipeline
+    if asked not in (1, plan.ranks):
+        raise InputError(
+            f"{asked} GPUs are to share a pipeline (pp={asked}), but {plan.policy} gives {plan.ranks} a part of the model: "
+            "choose a policy such as pipeline, or leave pp out"
+        )
     if plan.is_pipeline:
         _check_pipeline(profile, plan)
     profile = _of_one_rank(profile, plan)

@@ -58,7 +58,7 @@ class Pipeline:
         order: of the passes of micro-batches.
         cut: the division into stages.
         chunks: stages of each GPU.
-        ranks: GPUs of one pipeline. None: all.
+        ranks: GPUs of one pipeline. None: those of ``Parallelism.pipeline``, or all.
         zero_stage: 1 shards the optimizer states over pipelines side by side.
         overlap_grad_reduce: these reduce gradients during the last backward.
         checkpointing: full, selective, none, or the better of full and none.
@@ -86,13 +86,14 @@ class Pipeline:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
         workload, gpus = profile.workload, profile.hardware.gpus
         checkpointing = choosable(profile)
-        for ranks in range(gpus, 1 if gpus > 1 else 0, -1):
+        given = _given_ranks(profile)
+        for ranks in (given,) if given else range(gpus, 1 if gpus > 1 else 0, -1):
             most = workload.transformer_blocks // ranks
             if gpus % ranks or not most:
                 continue
             chunks = (1,) if ranks == 1 or workload.micro_batches % ranks else sorted({1, min(2, most), most})
             yield from combinations(
-                partial(cls, ranks=None if ranks == gpus else ranks, zero_stage=int(ranks < gpus)),
+                partial(cls, ranks=None if ranks in (gpus, given) else ranks, zero_stage=int(ranks < gpus)),
                 cut=if_several(profile, *StageCut),
                 chunks=chunks,
                 checkpointing=checkpointing,
@@ -101,7 +102,7 @@ class Pipeline:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
         gpus = profile.hardware.gpus
-        ranks = gpus if self.ranks is None else self.ranks
+        ranks = self.ranks or _given_ranks(profile) or gpus
         if gpus % ranks:
             raise InputError(f"{gpus} GPUs cannot be pipelines of {ranks} each: let ranks divide the number of GPUs")
         rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)
@@ -116,6 +117,12 @@ class Pipeline:
             return Plan("pipeline", staged, rules, pass_order=self.order)
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
+
+
+def _given_ranks(profile: Profile) -> int | None:
+    """GPUs of one pipeline, if that is given."""
+    pipeline = profile.hardware.parallelism.pipeline
+    return pipeline if pipeline > 1 else None
 
 
 def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile, ranks: int, chunks: int) -> tuple[UnitPlan, ...]:

@@ -187,7 +187,8 @@ class _Roofline(Rates):
         if role is BlockRole.EMBEDDING:
             return (once, once) if divided else (2 * once, 0.0)
         if role is BlockRole.HEAD:
-            firsts, trained = [Product(w.vocabulary_size, w.hidden_size)], w.trains_base(0 if w.tied_embeddings else unit)
+            firsts = [Product(w.vocabulary_size, w.hidden_size)]
+            trained = w.has_base_gradients(0 if w.tied_embeddings else unit)
         else:
             trained = w.has_base_gradients(unit)
             firsts = [one.products(w.hidden_size)[isinstance(one, Experts)] for one in inner]

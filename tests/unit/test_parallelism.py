@@ -186,6 +186,11 @@ def test_states_are_shared_by_the_gpus_that_have_the_parameters(expert: int, uni
     """With ZeRO each GPU updates as much as without divided experts, and experts on all GPUs are not exchanged."""
     whole, each = (analytic_profile(MIXTURE, NODE.shared_by(8, Parallelism(expert=count))) for count in (1, expert))
     assert each.part_of(unit) == whole.part_of(unit)
+    states = [
+        simulate(MIXTURE, profile.hardware, parse_policy("resident:zero_stage=3")).gpu.holders["optimizer_states"]
+        for profile in (whole, each)
+    ]
+    assert states[0] == states[1]
     if expert == 8:
         size = each.parameter_bytes(unit)
         dense = size - each.units[unit].routed_parameters * 2
@@ -199,6 +204,7 @@ def test_states_are_shared_by_the_gpus_that_have_the_parameters(expert: int, uni
         (None, 4, (4, Parallelism())),
         ("tp=4,dp=2", None, (8, Parallelism(4))),
         ("tp=2, sp=off, cp=2", 8, (8, Parallelism(2, False, 2))),
+        ("tp=2,pp=2,dp=2", None, (8, Parallelism(2, pipeline=2))),
         ("tp=2,ep=4", None, (8, Parallelism(2, expert=4))),
         ("cp=4,ep=2,comm=a2a", None, (4, Parallelism(1, True, 4, ContextExchange.ALL_TO_ALL, 2))),
     ],
@@ -248,6 +254,18 @@ def test_groups_stay_within_a_node() -> None:
     """GPUs that divide tensors share a node."""
     with pytest.raises(InputError, match="give a divisor of 8"):
         NODE.shared_by(16, Parallelism(16))
+
+
+def test_pipelines_of_groups_share_a_batch() -> None:
+    """With ``pp`` pipelines have as many ranks, the others train beside, and other policies are refused."""
+    hardware = NODE.shared_by(*parse_parallel("tp=2,pp=2,dp=2", None))
+    workload = replace(named_workload("gpt-4b"), micro_batches=4)
+    simulation = simulate(workload, hardware, parse_policy("pipeline"))
+    assert (simulation.plan.ranks, hardware.gpus, hardware.all_gpus) == (2, 4, 8)
+    tokens = 2 * 4 * workload.tokens
+    assert simulation.tokens_per_second == pytest.approx(tokens / simulation.iteration_seconds)
+    with pytest.raises(InputError, match="choose a policy such as pipeline"):
+        simulate(workload, hardware, parse_policy("resident"))
 
 
 def test_the_command_line_divides() -> None:
