@@ -5,9 +5,11 @@ Memory is checked, not waited for: a real allocator fails instead of waiting.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from autohete.errors import unknown_name
 from autohete.execution.trace import Nanoseconds, Trace
-from autohete.schedule import Discipline, Schedule
+from autohete.schedule import Buffer, BufferId, Discipline, Schedule
 from autohete.schedule.order import order, topological
 
 #: After every instant.
@@ -112,19 +114,27 @@ def lives(schedule: Schedule, memory: str) -> Lives:
 
 
 def _lives(schedule: Schedule, memory: str) -> Lives:
-    within = schedule.within(memory)
-    freed = {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
+    within, (allocated, freed) = schedule.within(memory), schedule.once(_buffers)
     buffers = Lives([], [], [], [], [], [(b.id.group, b.size_bytes) for b in schedule.resident if b.memory in within])
+    for i, buffer in sorted(chain.from_iterable(allocated[one] for one in within), key=itemgetter(0)):
+        end, back = freed[buffer.id]
+        buffers.allocates.append(i)
+        buffers.frees.append(end)
+        buffers.backs.append(back)
+        buffers.sizes.append(buffer.size_bytes)
+        buffers.groups.append(buffer.id.group)
+    return buffers
+
+
+def _buffers(schedule: Schedule) -> tuple[defaultdict[str, list[tuple[int, Buffer]]], dict[BufferId, tuple[int, int]]]:
+    """What is allocated in each memory, with the task that does so; and for each buffer, which task frees it, and how many
+    iterations later.
+    """
+    allocated: defaultdict[str, list[tuple[int, Buffer]]] = defaultdict(list)
     for i, task in enumerate(schedule.tasks):
         for buffer in task.allocates:
-            if buffer.memory in within:
-                end, back = freed[buffer.id]
-                buffers.allocates.append(i)
-                buffers.frees.append(end)
-                buffers.backs.append(back)
-                buffers.sizes.append(buffer.size_bytes)
-                buffers.groups.append(buffer.id.group)
-    return buffers
+            allocated[buffer.memory].append((i, buffer))
+    return allocated, {free.id: (i, free.back) for i, task in enumerate(schedule.tasks) for free in task.frees}
 
 
 def unavoidable_bytes(schedule: Schedule, memory: str) -> int:
@@ -136,18 +146,20 @@ def unavoidable_bytes(schedule: Schedule, memory: str) -> int:
 
 
 def _unavoidable_bytes(schedule: Schedule, memory: str) -> int:
-    buffers = lives(schedule, memory)
-    peaks = [0]
+    buffers, tasks, peaks = lives(schedule, memory), schedule.tasks, [0]
+    of_lanes: defaultdict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for life in zip(buffers.allocates, buffers.frees, buffers.backs, buffers.sizes, strict=True):
+        if tasks[life[0]].lane == tasks[life[1]].lane:
+            of_lanes[tasks[life[0]].lane].append(life)
     for lane in schedule.lanes:
-        if lane.discipline is not Discipline.FIFO:
+        if lane.discipline is not Discipline.FIFO or lane.name not in of_lanes:
             continue
         place = {task: n for n, task in enumerate(schedule.tasks_of(lane.name))}
         changes = [0] * (len(place) + 1)  # at the start of each task
-        for a, f, back, size in zip(buffers.allocates, buffers.frees, buffers.backs, buffers.sizes, strict=True):
-            if a in place and f in place:
-                changes[0] += back * size
-                changes[place[a]] += size
-                changes[place[f] + 1] -= size
+        for a, f, back, size in of_lanes[lane.name]:
+            changes[0] += back * size
+            changes[place[a]] += size
+            changes[place[f] + 1] -= size
         peaks.append(max(accumulate(changes)))
     return max(peaks) + sum(size for _, size in buffers.resident)
 

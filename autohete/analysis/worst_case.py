@@ -74,13 +74,16 @@ def worst_case(schedule: Schedule, memory: str) -> WorstCase:
 
 def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, int]]:
     """Peak, task and holders of the worst case, which durations and capacities do not change."""
-    buffers, edges, tasks = lives(schedule, memory), order(schedule), len(schedule.tasks)
-    lagging = _lagging(buffers, edges, tasks)
+    buffers, tasks = lives(schedule, memory), len(schedule.tasks)
+    component = schedule.once(_components)
+    # The freeing task waits for the allocating one; if later allocations wait for it, both are in one component.
+    freed = zip(buffers.allocates, buffers.frees, buffers.sizes, strict=True)
+    lagging = next((f for a, f, size in freed if size and component[a] != component[f]), None)
     if lagging is not None:
         return None, str(schedule.tasks[lagging].id), {}
     # Where floating point would not be exact, sizes are rounded up to a unit: the bound still holds.
     unit = max(1, -(-sum(buffers.sizes) // _EXACT))
-    counts = _most(buffers, edges, tasks, unit) if any(buffers.sizes) else [0] * (2 * tasks)
+    counts = _most(buffers, tasks, unit, schedule.once(_constraints)) if any(buffers.sizes) else [0] * (2 * tasks)
     held = list(buffers.resident)
     for a, f, back, size, group in zip(
         buffers.allocates, buffers.frees, buffers.backs, buffers.sizes, buffers.groups, strict=True
@@ -94,31 +97,37 @@ def _worst(schedule: Schedule, memory: str) -> tuple[int | None, str, dict[str, 
     return sum(holders.values()), task, holders
 
 
-def _lagging(buffers: Lives, edges: list[tuple[int, int, int]], tasks: int) -> int | None:
-    """Return a freeing task that later allocations never wait for, or None."""
+def _components(schedule: Schedule) -> list[int]:
+    """For each task, which of those it is among that each wait for all others, in this iteration or another."""
+    edges, tasks = order(schedule), len(schedule.tasks)
     if not edges:
-        return None
+        return [0] * tasks
     u, v, _ = zip(*edges, strict=True)
     graph = csr_array((np.ones(len(edges), bool), (u, v)), shape=(tasks, tasks))
-    component = connected_components(graph, connection="strong")[1]
-    # The freeing task waits for the allocating one; if later allocations wait for it, both are in one component.
-    held = zip(buffers.allocates, buffers.frees, buffers.sizes, strict=True)
-    return next((f for a, f, size in held if size and component[a] != component[f]), None)
+    found: list[int] = connected_components(graph, connection="strong")[1].tolist()
+    return found
 
 
-def _most(buffers: Lives, edges: list[tuple[int, int, int]], tasks: int, unit: int) -> list[int]:
+def _constraints(schedule: Schedule) -> tuple[list[tuple[int, int, int]], csr_array]:
+    """What the order demands of how often each task has started, then how often each has ended: each row (above, below, limit)
+    lets one count exceed another by at most the limit. The same as a matrix, without the limits.
+    """
+    tasks = len(schedule.tasks)
+    rows = [(v, tasks + u, back) for u, v, back in order(schedule)] + [(tasks + i, i, 0) for i in range(tasks)]
+    above, below, _ = (np.array(column) for column in zip(*rows, strict=True))
+    places = np.arange(len(rows))
+    entries = np.repeat([1.0, -1.0], len(rows)), (np.tile(places, 2), np.concatenate([above, below]))
+    return rows, csr_array(entries, shape=(len(rows), 2 * tasks))
+
+
+def _most(buffers: Lives, tasks: int, unit: int, constraints: tuple[list[tuple[int, int, int]], csr_array]) -> list[int]:
     """Return how often each task has started, then how often each has ended, at the worst case."""
     weights = [0] * (2 * tasks)
     for a, f, size in zip(buffers.allocates, buffers.frees, buffers.sizes, strict=True):
         weights[a] += -(-size // unit)
         weights[tasks + f] -= -(-size // unit)
-    # Each row (above, below, limit): one count may exceed another by at most the limit.
-    rows = [(v, tasks + u, back) for u, v, back in edges] + [(tasks + i, i, 0) for i in range(tasks)]
-    above, below, limits = (np.array(column) for column in zip(*rows, strict=True))
-    places = np.arange(len(rows))
-    matrix = csr_array(
-        (np.repeat([1.0, -1.0], len(rows)), (np.tile(places, 2), np.concatenate([above, below]))), shape=(len(rows), 2 * tasks)
-    )
+    rows, matrix = constraints
+    limits = np.array([limit for _, _, limit in rows])
     solved = linprog(-np.array(weights, float), A_ub=matrix, b_ub=limits, bounds=(None, None), method="highs")
     assert solved.status == 0, f"the bound of a valid schedule exists, but: {solved.message}"
     counts, flow = ([round(x) for x in column] for column in (solved.x, -solved.ineqlin.marginals))

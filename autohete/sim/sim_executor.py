@@ -38,13 +38,13 @@ class SimExecutor:
 
 
 class _Lane:
-    """An engine: its ready instances, and the instance that occupies it."""
+    """An engine: its ready instances, the instance that occupies it, and whether it waits for one to become ready."""
 
-    __slots__ = ("_end", "instance", "name", "queue", "shared")
+    __slots__ = ("_end", "instance", "name", "queue", "shared", "waits")
 
     def __init__(self, name: str, queue: LaneQueue, shared: bool, end: Callable[[list[_Lane]], None]) -> None:
         self.name, self.queue, self.shared, self.instance = name, queue, shared, -1
-        self._end = end
+        self._end, self.waits = end, False
 
     def end(self, _: simpy.Event) -> None:
         """Its task has ended."""
@@ -71,10 +71,11 @@ class _SimRun:
         lanes = [_Lane(name, queue, name in sharing.lanes, self.end) for name, queue in zip(names, queues, strict=True)]
         of_name = dict(zip(names, lanes, strict=True))
         self.links = SharedLinks(self.env, sharing, lambda arrived: self.end([of_name[name] for name in arrived]))
+        #: Idle lanes whose queues may have changed since they looked.
         self.idle = [lane for lane, tasks in zip(lanes, graph.lane_tasks, strict=True) if tasks]
-        #: For each task its successors as (distance between instances, queue of the successor's lane).
+        #: For each task its successors as (distance between instances, the successor's lane).
         self.successors = [
-            [(i - task + back * tasks, queues[graph.lane[i]]) for i, back in successors]
+            [(i - task + back * tasks, lanes[graph.lane[i]]) for i, back in successors]
             for task, successors in enumerate(graph.successors)
         ]
         for instance, waits in enumerate(self.waits):
@@ -94,11 +95,11 @@ class _SimRun:
 
     def choose(self) -> None:
         """Each idle lane takes what is next, if it is ready."""
-        waiting, now = [], self.env.now
+        now = self.env.now
         for lane in self.idle:
             instance = lane.queue.pop()
             if instance is None:
-                waiting.append(lane)
+                lane.waits = True
                 continue
             lane.instance = instance
             self.started[instance] = now
@@ -107,7 +108,7 @@ class _SimRun:
                 self.links.begin(lane.name, duration_ns)
             else:
                 self.env.timeout(duration_ns).callbacks.append(lane.end)
-        self.idle = waiting
+        self.idle = []
         self.links.settle()
 
     def end(self, lanes: list[_Lane]) -> None:
@@ -122,10 +123,13 @@ class _SimRun:
         """Release the successors of ``instance``."""
         now, waits, last = self.env.now, self.waits, len(self.waits)
         self.ended[instance] = now
-        for distance, queue in self.successors[instance % self.tasks]:
+        for distance, lane in self.successors[instance % self.tasks]:
             successor = instance + distance
             if successor < last:
                 waits[successor] = left = waits[successor] - 1
                 if not left:
                     self.ready[successor] = now
-                    queue.push(successor)
+                    lane.queue.push(successor)
+                    if lane.waits:
+                        lane.waits = False
+                        self.idle.append(lane)
