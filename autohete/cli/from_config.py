@@ -13,7 +13,7 @@ from autohete.errors import InputError
 if TYPE_CHECKING:
     from autohete.answer import Answer, Candidate
     from autohete.cli.question import Question
-    from autohete.frameworks.advice import Advice
+    from autohete.frameworks.advice import Advice, Speed
     from autohete.frameworks.changes import KeyChange
     from autohete.frameworks.deepspeed_reading import ReadConfig
 
@@ -79,7 +79,7 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
         file,
         now.name,
         read.notes,
-        now.seconds if now.fits else None,
+        _speed(now) if now.fits else None,
         now.summary.explanation,
     )
     deepspeed = _faster(answer, now, ("deepspeed",))
@@ -87,13 +87,19 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
         advice = replace(
             advice,
             better=deepspeed.name,
-            better_seconds=deepspeed.seconds,
+            then=_speed(deepspeed),
             changes=_changes(read, answer, now, deepspeed),
         )
     any_ = _faster(answer, deepspeed or now, ())
     if any_ is None:
         return advice
-    return replace(advice, fastest=any_.name, fastest_seconds=any_.seconds, runs_in=any_.runs_in)
+    return replace(advice, fastest=any_.name, at_best=_speed(any_), runs_in=any_.runs_in)
+
+
+def _speed(of: Candidate) -> Speed:
+    from autohete.frameworks.advice import Speed
+
+    return Speed(of.seconds, 1 / of.seconds_per_token)
 
 
 def _faster(answer: Answer, than: Candidate, frameworks: tuple[str, ...]) -> Candidate | None:

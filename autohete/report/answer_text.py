@@ -153,7 +153,8 @@ def need_text(need: Need, budgets: Sequence[Budget]) -> str:
         PINNED_MEMORY: f"{format_bytes(need.pinned_bytes or 0)} of pinned memory",
     }
     wanted = " and ".join(sizes[memory] for memory in need.grows)
-    return f"It would with {wanted}: {need.policy}, {format_seconds(need.iteration_seconds)} per iteration."
+    speed = f"{format_seconds(need.iteration_seconds)} per iteration, {format_rate(need.tokens_per_second)} tokens/s"
+    return f"It would with {wanted}: {need.policy}, {speed}."
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

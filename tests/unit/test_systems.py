@@ -270,6 +270,20 @@ def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
     assert host == 16 * sum(block.parameters for block in profile.units)
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_stronghold_replicated_has_a_buffer_for_gradients(precision: Precision) -> None:
+    """Each of two processes holds as much as the only one, and gradients of what its CPU updates in pageable memory."""
+    workload, host, expected = replace(FP16, precision=precision), [], 0
+    for gpus, flag in ((1, ""), (2, ",replicated")):
+        profile = analytic_profile(workload, NODE.shared_by(gpus))
+        plan = parse_policy(f"stronghold:checkpointing=full,window=2,window_optimizer=gpu{flag}").plan(
+            profile, judge_for(profile)
+        )
+        host.append(sum(buffer.size_bytes for buffer in lower(profile, plan).resident if buffer.memory == "host"))
+        expected = profile.element_bytes * sum(unit.parameters for unit in profile.units[3:-1])
+    assert host[1] - host[0] == expected > 0
+
+
 def test_async_moves_of_patrickstar_hide_behind_a_pass() -> None:
     """With ``async_move`` a chunk moves beside the pass before its own, so the iteration is shorter, at the same work."""
     tight = replace(profile_of(), hardware=load_hardware("a100-40gb-epyc7713", {"gpu.memory": "14GiB"}))
