@@ -57,7 +57,7 @@ from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, s
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
-from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Workload
+from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
@@ -67,10 +67,11 @@ FOLDER = Path(__file__).parent / "published"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
 #: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, of what PyTorch's allocator
 #: reserves for them, of what nvidia-smi shows, which includes the context, and of the whole host. The longest sequence that
-#: fits is in tokens, a multiple of 1,024.
+#: fits is in tokens, a multiple of 1,024. Relative times are those of iterations, or of steps, over those of another row.
 VERDICT, COUNT, LONGEST = "fits", "cpu_updated_blocks", "longest_sequence"
 PEAKS = PEAK, RESERVED, USED, HOST_PEAK = "gpu_peak", "gpu_reserved", "gpu_used", "host_peak"
-UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB")
+RELATIVE = {"relative_iteration": "iteration"}
+UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB") | dict.fromkeys(RELATIVE, "x")
 #: Quantities of a part of a run, or of a run of another length: that they were measured does not say that the row fits.
 _NOT_OF_THE_RUN = {"block_forward", "block_backward", "passes", LONGEST}
 #: Groups of rows, from those that the model was made with to those that say how far off it is for others.
@@ -89,7 +90,7 @@ class Row(_Table):
     tensors. ``gpus`` GPUs train together, each with the batch.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it. ``predicted``: phase -> the seconds that
     were predicted before the measurement was looked at, for rows that were added so. ``asks``: what was measured, for rows
-    whose measurements are not there yet.
+    whose measurements are not there yet. ``relative_to``: the name of the row that relative times are divided by.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Row(_Table):
     calibrates: dict[str, str] = {}
     predicted: dict[str, float] = {}
     asks: tuple[str, ...] = ()
+    relative_to: str = ""
     remark: str = ""
 
 
@@ -152,6 +154,9 @@ class Source(_Table):
             predicted[USED] = (reserved + simulation.profile.hardware.gpu.reserved_bytes) / 2**30
         if LONGEST in asked:
             predicted[LONGEST] = self.longest(row)
+        for quantity in RELATIVE.keys() & set(asked):
+            other = next(one for one in self.rows if one.name == row.relative_to)
+            predicted[quantity] = predicted[RELATIVE[quantity]] / self.predict(other)[0][RELATIVE[quantity]]
         return predicted, fullest(simulation)
 
     def longest(self, row: Row) -> int:
@@ -168,7 +173,7 @@ class Source(_Table):
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
-    for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention)):
+    for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention), ("units", Units)):
         if field in fields:
             fields[field] = kind(fields[field])
     training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
@@ -378,6 +383,7 @@ _SCORED = {
     USED: ("peaks by nvidia-smi", None, 0.10),
     HOST_PEAK: ("host peaks", None, None),
     LONGEST: ("longest sequences", None, 0.12),
+    "relative_iteration": ("relative iterations", None, None),
 }
 
 
@@ -533,6 +539,8 @@ def show(results: Sequence[Check]) -> None:
                 cells = [f"{c.measured:.0f}", f"{c.predicted:.0f}", "-" if c.measured == c.predicted else "DIFFERS"]
             elif c.phase == LONGEST:
                 cells = [f"{c.measured:,.0f}", f"{c.predicted:,.0f}", f"{100 * c.error:+.0f} %"]
+            elif c.phase in RELATIVE:
+                cells = [f"{c.measured:.3f}", f"{c.predicted:.3f}", f"{100 * c.error:+.0f} %"]
             elif c.phase in PEAKS:
                 cells = [f"{c.measured:.1f} GiB", f"{c.predicted:.1f} GiB", f"{100 * c.error:+.0f} %"]
             else:
@@ -572,6 +580,7 @@ _MARKS = {
     USED: ("<", SKY),
     HOST_PEAK: ("P", VERMILION),
     LONGEST: ("D", PURPLE),
+    "relative_iteration": ("h", BLUE),
 }
 _HEADINGS = {KNOWN: "Known sources", NEW: "New sources", BLIND: "Predicted blind"}
 #: Errors beyond are drawn there, in percent; the largest of a lane is written beside.
