@@ -362,6 +362,13 @@ class Profile:
         assert place is not None, "values rest in places that the hardware has"
         return place.latency_seconds + size_bytes / (place.write_bandwidth if write else place.read_bandwidth)
 
+    def place_update_seconds(self, name: str, traffic_bytes: float) -> float:
+        """Time of an update within a place of the hardware that reads and writes so many bytes there."""
+        place = self.hardware.place(name)
+        assert place is not None, "values rest in places that the hardware has"
+        assert place.update_bandwidth is not None, "updates run in places that compute"
+        return place.latency_seconds + traffic_bytes / place.update_bandwidth
+
     def collective_seconds(self, size_bytes: float) -> float:
         """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.
 

@@ -65,6 +65,8 @@ class Kind(StrEnum):
     CLIP = "C"
     SEND_INPUT = "XF"
     SEND_INPUT_GRADIENT = "XB"
+    PLACE_UPDATE = "NU"
+    READ_UPDATED = "PRU"
 
     __hash__ = str.__hash__  # Enum's own __hash__ is a Python call, for every id that lowering looks up
 
@@ -105,9 +107,13 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.CLIP: "clip coefficient",
     Kind.SEND_INPUT: "transfer of an input to the next rank",
     Kind.SEND_INPUT_GRADIENT: "transfer of an input's gradient to the rank before",
+    Kind.PLACE_UPDATE: "update in a place",
+    Kind.READ_UPDATED: "read of parameters that their place has updated",
 }
 #: The transfers between ranks that compute different units.
 TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT)
+#: The kinds of an update in a place, such as in a drive that computes.
+IN_PLACES = (Kind.PLACE_UPDATE, Kind.READ_UPDATED)
 #: The kinds that all GPUs run together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)
@@ -223,6 +229,7 @@ COPIES = {
     Kind.READ_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.READ_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.WRITE_PARAMETERS: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=False),
+    Kind.READ_UPDATED: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=False),
     Kind.FETCH_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=True),
     Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, arrives=False),
