@@ -56,6 +56,8 @@ LOOKS = {
     "zero3_offload": SystemLook("ZeRO-3 offload", "#8C564B", "<", "-."),
     "zero_infinity": SystemLook("ZeRO-Infinity", INDIGO, "8", "-."),
     "mlp_offload": SystemLook("MLP-Offload", FOREST, "H", ":"),
+    "ratel": SystemLook("Ratel", ROSE, "D", "-."),
+    "smart_infinity": SystemLook("Smart-Infinity", INDIGO, "*", ":"),
     "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
     "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--", "\\\\\\"),
     "streamed_states": SystemLook("streamed states", "#7A5195", "h", "-."),

@@ -73,7 +73,7 @@ class Candidate:
         """Whether nothing ever leaves the GPU: the plan does not offload, although it may recompute."""
         return self.plan is not None and not any(
             unit.parameters.home != GPU_MEMORY
-            or unit.update.on is Processor.CPU
+            or unit.update.on is not Processor.GPU
             or unit.activations_leave
             or unit.states.leaves
             or unit.gradients.leaves

@@ -55,7 +55,7 @@ class Decided:
     def stays(self) -> bool:
         """Whether parameters, gradients and states stay on the GPU, which updates them."""
         return not any(
-            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is Processor.CPU
+            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is not Processor.GPU
             for unit in self.plan.units
         )
 

@@ -188,6 +188,8 @@ class Place:
         both_bandwidth: bytes/s of reads and writes together while both run; None: it reads and writes in turns.
         beside: the memory with which it exchanges data, ``host`` or ``gpu``. What rests beside the host reaches the GPU through
             pinned host memory; what rests beside the GPU, such as on drives with direct access, does not cross the host.
+        update_bandwidth: bytes/s that an update within it reads and writes, if it has a processor for that, such as drives
+            with an FPGA have. They cross no link. None: it does not compute.
     """
 
     name: str
@@ -197,6 +199,7 @@ class Place:
     latency_seconds: float
     both_bandwidth: float | None = None
     beside: str = "host"
+    update_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_place_name(self.name)
@@ -213,6 +216,7 @@ class Place:
             read_bandwidth=self.read_bandwidth / gpus,
             write_bandwidth=self.write_bandwidth / gpus,
             both_bandwidth=None if self.both_bandwidth is None else self.both_bandwidth / gpus,
+            update_bandwidth=None if self.update_bandwidth is None else self.update_bandwidth / gpus,
         )
 
 

@@ -97,6 +97,12 @@ def with_place(name: str, size_bytes: int, *, write: bool) -> Duration:
 
 
 @_kept
+def place_update(name: str, traffic_bytes: int) -> Duration:
+    """An update within a place of the hardware."""
+    return lambda profile: profile.place_update_seconds(name, traffic_bytes)
+
+
+@_kept
 def collective(unit: int, size_bytes: int, rounds: int = 1) -> Duration:
     """A gather of values of ``unit``, or a reduction to parts; an all-reduce has two rounds."""
     return lambda profile: rounds * profile.unit_collective_seconds(unit, size_bytes)

@@ -51,6 +51,8 @@ class Shards:
     def _sizes_of(self, unit: int) -> UnitSizes:
         profile, on_gpu, on_cpu = self._profile, self._on_gpu[unit], self._updated[unit] - self._on_gpu[unit]
         with_states = self._plan.units[unit].parameters_with_states
+        # A place that updates has the parameters in fp32: masters, or without them parameters of its own.
+        own = self._plan.units[unit].update.on is Processor.PLACE and not profile.workload.has_masters
         return UnitSizes(
             element_bytes=profile.element_bytes,
             parameters=self.parameters(unit),
@@ -62,7 +64,7 @@ class Shards:
             gpu_updated=on_gpu,
             cpu_updated=on_cpu,
             gpu_state_bytes=profile.state_bytes(unit, on_gpu) + on_gpu * profile.element_bytes * with_states,
-            cpu_state_bytes=profile.state_bytes(unit, on_cpu),
+            cpu_state_bytes=profile.state_bytes(unit, on_cpu) + on_cpu * profile.element_bytes * own,
             summed_bytes=profile.gradient_elements(unit) * profile.element_bytes * (profile.workload.micro_batches > 1),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
@@ -110,8 +112,10 @@ class Shards:
 
     def updated_on(self, unit: int, side: Processor) -> int:
         """Updated parameters by processor; the GPU takes the first ones."""
-        on_gpu = self._on_gpu[unit]
-        return on_gpu if side is Processor.GPU else self._updated[unit] - on_gpu
+        on_gpu, on = self._on_gpu[unit], self._plan.units[unit].update.on
+        if side is Processor.GPU:
+            return on_gpu
+        return self._updated[unit] - on_gpu if side is on else 0
 
     def updates_on(self, unit: int, side: Processor) -> bool:
         """Whether that processor has an update to run. A frozen unit has none."""
@@ -162,7 +166,7 @@ class Shards:
         if updates_in_backward(training.optimizer):
             self._check_updates_in_backward()
         units = range(len(plan.units))
-        if any(self.updates_on(unit, Processor.CPU) for unit in units):
+        if any(self.updates_on(unit, side) for unit in units for side in (Processor.CPU, Processor.PLACE)):
             self._profile.check_cpu_updates()
         cut = (unit for unit in units if self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1)
         whole = next((unit for unit in cut if not self._profile.updates_any_share(unit)), None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
-from autohete.lowering.copies import Copies
+from autohete.lowering.copies import Copies, update_lane
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import passing_parameters, pinned_memory
 from autohete.lowering.shards import Shards
@@ -76,12 +76,12 @@ class Updates:
         self._reduce_gradients(unit, last)
         if self.waits_for_other_rank(unit):
             self._sum_copies(unit)
-        on_cpu, norm_on = self._plan.units[unit].update.on is Processor.CPU, self._clipping.norm_on(unit)
-        if on_cpu and self._plan.delayed:
+        leaves, norm_on = self._plan.units[unit].update.on is not Processor.GPU, self._clipping.norm_on(unit)
+        if leaves and self._plan.delayed:
             self._cpu_update(unit)
         if norm_on is Processor.GPU:
             self._clipping.norm(unit)
-        if on_cpu:
+        if leaves:
             self._offload_gradients(unit, last)
         if norm_on is Processor.CPU:
             self._clipping.norm(unit)
@@ -104,6 +104,8 @@ class Updates:
             self._gpu_update(unit)
         if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
+        if self._shards.updates_on(unit, Processor.PLACE):
+            self._place_update(unit)
 
     def between(self, backward: TaskId) -> None:
         """Handle the gradients of a micro-batch other than the last."""
@@ -284,6 +286,20 @@ class Updates:
         if plan.units[unit].gradients.far:
             b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
+
+    def _place_update(self, unit: int) -> None:
+        """Update in the place where states and gradients rest; the parameters leave it."""
+        b, plan, sizes = self._builder, self._plan.units[unit], self._shards.sizes(unit)
+        place, written = plan.states.home, self._copies.find(Kind.WRITE_GRADIENTS, unit, self._last)
+        assert written is not None, "a place updates with gradients that rest in it"
+        seconds = durations.place_update(place, 2 * sizes.cpu_state_bytes + written.size_bytes)
+        update = b.task(Kind.PLACE_UPDATE, unit, update_lane(place), seconds, unit)
+        b.read(update, Value.GRADIENTS, unit, place)
+        self._clipping.scale(update)
+        b.write(update, Value.OPTIMIZER_STATES, unit, place)
+        read = self._copies.add(Kind.READ_UPDATED, unit, unit)
+        b.read(read, Value.OPTIMIZER_STATES, unit, place)
+        b.write(read, Value.PARAMETERS, unit, HOST_MEMORY)
 
     def _takes_gradients(self, task: TaskId, *, is_last: bool) -> None:
         """``task`` reads the unit's gradients on the GPU, possibly in the memory of its parameters; the last reader frees

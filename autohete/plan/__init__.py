@@ -318,8 +318,8 @@ class Plan(Hashed):
 
     @property
     def offloaded_optimizer_units(self) -> int:
-        """Units that the CPU updates, fully or in part."""
-        return sum(unit.update.on is Processor.CPU for unit in self.units)
+        """Units that the GPU does not update, or only in part."""
+        return sum(unit.update.on is not Processor.GPU for unit in self.units)
 
     @property
     def counts(self) -> PlanCounts:

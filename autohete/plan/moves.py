@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autohete.errors import InputError
-from autohete.plan import Activations, Footprint, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Processor, Route, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Value
 from autohete.schedule.parts import part_ranges
 
@@ -124,7 +124,7 @@ class UnitSizes:
         trained: trained parameters.
         kept: those of them that the GPU holds between uses.
         frozen_bytes: size of the frozen ones that it holds.
-        gpu_updated, cpu_updated: parameters that each processor updates.
+        gpu_updated, cpu_updated: parameters that the GPU updates, and those that the CPU or a place does.
         gpu_state_bytes, cpu_state_bytes: size of their optimizer states, and of parameters that travel with them.
         summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
@@ -167,7 +167,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         held: what the system holds for what the CPU updates.
         pinned: the memory of pinned buffers.
     """
-    on_cpu = unit.update.on is Processor.CPU
+    on_cpu = unit.update.on is not Processor.GPU
     if not unit.parameters.leaves:
         yield Resting(sizes.parameters, GPU_MEMORY, sizes.kept * sizes.element_bytes + sizes.frozen_bytes)
     else:
@@ -214,7 +214,7 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
 
 
 def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> Iterator[Move]:
-    route, on_cpu = unit.parameters, unit.update.on is Processor.CPU
+    route, on_cpu = unit.parameters, unit.update.on is not Processor.GPU
     way = sizes.way(route.home)
     if route.leaves:
         # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
@@ -246,6 +246,9 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
         there = Processor.CPU if on_cpu else Processor.GPU
         for source, target in pairwise(reversed(sizes.way(route.home, there))):
             yield Move(Value.PARAMETERS, source, target, size, When.AFTER_UPDATE, pinned=pinned)
+    if unit.update.on is Processor.PLACE:
+        size = Format(unit.update.returned_bytes).bytes_of(sizes.cpu_updated, sizes.element_bytes)
+        yield Move(Value.PARAMETERS, unit.states.home, HOST_MEMORY, size, When.AFTER_UPDATE)
     if unit.refreshed:
         size = unit.refresh.bytes_of(sizes.cpu_updated, sizes.element_bytes)
         yield Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, size, When.AFTER_UPDATE, pinned=unit.refresh.pinned)
@@ -335,12 +338,13 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     yield last
     if unit.gradients.far:
         yield Move(Value.GRADIENTS, HOST_MEMORY, unit.gradients.home, size, When.AFTER_BACKWARD)
-        yield Move(Value.GRADIENTS, unit.gradients.home, HOST_MEMORY, size, When.BEFORE_UPDATE)
+        if unit.update.on is Processor.CPU:
+            yield Move(Value.GRADIENTS, unit.gradients.home, HOST_MEMORY, size, When.BEFORE_UPDATE)
 
 
 def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """The states of a whole unit, as one processor updates it, part by part."""
-    if not unit.states.leaves:
+    if not unit.states.leaves or unit.update.on is Processor.PLACE:
         return
     on_cpu = unit.update.on is Processor.CPU
     way = sizes.way(unit.states.home, unit.update.on)

@@ -157,7 +157,9 @@ class Costs:
         added = [copy for copy in copies if copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS]
         added = added if one.accumulates_on_host else []  # otherwise they come back, and the GPU adds
         traffic = plan.update_bytes, plan.elementwise_bytes
-        gpu, cpu = ((scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in Processor)
+        gpu, cpu = (
+            (scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in (Processor.GPU, Processor.CPU)
+        )
         return UnitCosts(
             copies,
             (*rests(one, sizes, held, PINNED_MEMORY), Resting(Value.PINNED_STATES, PINNED_MEMORY, arrays)),

@@ -89,10 +89,9 @@ class StrongHold:
         def plan_for(activations: Activations) -> Plan:
             return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
 
-        processors = (
-            [Processor(self.window_optimizer)] if self.window_optimizer is not WindowOptimizer.BEST else list(Processor)
-        )
-        if self.window_optimizer is WindowOptimizer.BEST and profile.workload.micro_batches > 1:
+        best = self.window_optimizer is WindowOptimizer.BEST
+        processors = [Processor.GPU, Processor.CPU] if best else [Processor(self.window_optimizer)]
+        if best and profile.workload.micro_batches > 1:
             processors = [Processor.CPU]  # a window place cannot hold accumulated gradients while its block is away
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 

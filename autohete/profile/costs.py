@@ -383,6 +383,13 @@ class Profile:
         assert place is not None, "values rest in places that the hardware has"
         return place.latency_seconds + size_bytes / (place.write_bandwidth if write else place.read_bandwidth)
 
+    def place_update_seconds(self, name: str, traffic_bytes: float) -> float:
+        """Time of an update within a place of the hardware that reads and writes so many bytes there."""
+        place = self.hardware.place(name)
+        assert place is not None, "values rest in places that the hardware has"
+        assert place.update_bandwidth is not None, "updates run in places that compute"
+        return place.latency_seconds + traffic_bytes / place.update_bandwidth
+
     def part_of(self, unit: int) -> int:
         """Trained parameters of ``unit`` per GPU when all that have them share them equally."""
         costs, hardware = self.units[unit], self.hardware

@@ -262,7 +262,7 @@ def counts(simulation: Simulation) -> PlanCounts:
             unit.activations is not Activations.KEEP for unit, training in told if training is not UnitTraining.FROZEN_BELOW
         ),
         offloaded_optimizer_units=sum(
-            unit.update.on is Processor.CPU for unit, training in told if training is UnitTraining.TRAINED
+            unit.update.on is not Processor.GPU for unit, training in told if training is UnitTraining.TRAINED
         ),
     )
 

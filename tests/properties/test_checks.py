@@ -48,7 +48,7 @@ from autohete.testing.strategies import without_contradictions
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
-NODE = replace(load_hardware("a100-40gb-epyc7713"), places=(Place("nvme", 10**12, 1e9, 1e9, 1e-5),))
+NODE = replace(load_hardware("a100-40gb-epyc7713"), places=(Place("nvme", 10**12, 1e9, 1e9, 1e-5, update_bandwidth=2e9),))
 PROFILE = analytic_profile(SMALL, NODE)
 #: The same with two micro-batches in an iteration.
 TWICE = analytic_profile(replace(SMALL, micro_batches=2), NODE)
@@ -99,7 +99,7 @@ def offloaded_in_every_way() -> list[Plan]:
                 *zip(KEPT_OR_NOT, (GPU_MEMORY, HOST_MEMORY), strict=True),
                 *zip(KEPT_OR_NOT, (HOST_MEMORY, GPU_MEMORY), strict=True),
             ),
-            Processor,
+            (Processor.GPU, Processor.CPU),
             switches,
         )
         if not (forward and moved)
@@ -118,7 +118,9 @@ def in_segments() -> list[Plan]:
     ]
 
 
+IN_PLACE = UnitPlan(update=Update(Processor.PLACE), gradients=Route("nvme"), states=Route("nvme"))
 PLANS = [
+    Plan("by hand", (IN_PLACE, *[replace(IN_PLACE, parameters=Route(HOST_MEMORY))] * 3, IN_PLACE)),
     *map(
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]
     ),
@@ -142,7 +144,10 @@ ACCUMULATING = [
 ]
 #: Two GPUs, with one micro-batch or two.
 SEVERAL = [
-    *(shared(UnitPlan(update=Update(processor)), stage) for processor, stage in product(Processor, range(4))),
+    *(
+        shared(UnitPlan(update=Update(processor)), stage)
+        for processor, stage in product((Processor.GPU, Processor.CPU), range(4))
+    ),
     shared(UnitPlan(update=Update(Processor.CPU), parameters=Route(HOST_MEMORY), gradients=Route(HOST_MEMORY)), 3),
     shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Update(Processor.CPU)), 3),
     shared(UnitPlan(update=Update(Processor.CPU)), 2),

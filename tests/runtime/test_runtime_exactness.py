@@ -27,6 +27,7 @@ from autohete.schedule import (
     COLLECTIVES,
     GPU_MEMORY,
     HOST_MEMORY,
+    IN_PLACES,
     TRANSFERS,
     BufferId,
     Kind,
@@ -466,8 +467,8 @@ NEEDS: dict[Kind, UnitPlan] = {
 
 
 def test_every_kind_has_a_need() -> None:
-    """All kinds are below, but for what several GPUs do together: the runtime trains with one."""
-    assert set(NEEDS) | {*COLLECTIVES, *TRANSFERS} == set(Kind)
+    """All kinds are below, but for what several GPUs do together, as the runtime trains with one, and what places do."""
+    assert set(NEEDS) | {*COLLECTIVES, *TRANSFERS, *IN_PLACES} == set(Kind)
 
 
 def test_a_schedule_of_several_gpus_is_refused() -> None:
