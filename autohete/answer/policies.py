@@ -13,7 +13,7 @@ from autohete.frameworks import Decided, runs_in
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.planner.optimistic import OptimisticJudge
-from autohete.policies import POLICIES, NamedPolicy, parse_policy
+from autohete.policies import FOUND_SOONER, POLICIES, NamedPolicy, parse_policy
 from autohete.profile import Profile
 from autohete.simulate import Simulation, simulate_policy
 from autohete.simulate.summary import answer_or_refusal, summarize
@@ -23,8 +23,11 @@ JOINT = "joint"
 
 
 def default_policies(gpus: int = 1) -> tuple[str, ...]:
-    """Every registered system; with several GPUs also ordinary training that shards what it needs not replicate."""
-    return (*POLICIES, *(["resident:zero_stage=2", "resident:zero_stage=3"] if gpus > 1 else []))
+    """Every registered system whose plan no other finds sooner; with several GPUs also ordinary training that shards what it
+    needs not replicate.
+    """
+    others = ("resident:zero_stage=2", "resident:zero_stage=3") if gpus > 1 else ()
+    return (*(name for name in POLICIES if name not in FOUND_SOONER), *others)
 
 
 def longest_first(names: Sequence[str]) -> list[str]:

@@ -48,8 +48,8 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
     if optimist.least_seconds >= best:
         return
     states = sum(profile.state_bytes(i) + profile.parameter_bytes(i) for i in range(len(profile.units)))
-    for system in policies.POLICIES.values():
-        if system is but or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+    for system in _systems(but):
+        if system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes:
             continue
         for variant in policies.variants(system, profile):
             if isinstance(variant, AutoHete):  # has bounds of its own
@@ -75,8 +75,8 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     little = with_memory(profile, memory, 1)  # for which a system plans as thriftily as it can
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
-    for system in policies.POLICIES.values():
-        for variant in () if system in (but, AutoHete) else policies.variants(system, profile):
+    for system in _systems(but):
+        for variant in () if system is AutoHete else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue
@@ -91,6 +91,11 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
             if needed < enough and all(least_bytes(schedule, other) <= size for other, size in others.items()):
                 enough, best = needed, (needed, plan)
     return best
+
+
+def _systems(but: type[policies.System]) -> list[type[policies.System]]:
+    """The systems that are asked."""
+    return [one for name, one in policies.POLICIES.items() if one is not but and name not in policies.FOUND_SOONER]
 
 
 def _judged(system: policies.System, profile: Profile, judge: Judge) -> tuple[Plan, Judgement] | None:
