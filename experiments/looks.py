@@ -41,6 +41,7 @@ LOOKS = {
     "sqrt_checkpoint:keep_last": SystemLook("segments, the last kept", TEAL, "H"),
     "rotor": SystemLook("Rotor", WINE, ".", hatch="||||"),
     "checkmate": SystemLook("Checkmate", WINE, "+", "--"),
+    "pofo": SystemLook("POFO", WINE, "x", "-."),
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),

@@ -108,11 +108,25 @@ class Chain:
                 self._ways(first, last, nested=True)
         self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
 
-    def forwards(self) -> list[list[Activations]]:
-        """What each forward of each unit keeps. If the memory does not suffice, assumes the smallest memory that does."""
+    def whole(self) -> tuple[Numbers, Numbers]:
+        """The ways to compute all units: the memory of each, and the time of its forwards and recomputations."""
+        ways = self._ways(0, self._last, nested=True)
+        return ways.memory, ways.time
+
+    def part(self, first: int, last: int) -> tuple[Numbers, Numbers]:
+        """The ways to compute some units again: the memory of each, and the time of its forwards."""
+        ways = self._ways(first, last, nested=self._nested)
+        return ways.memory, ways.time
+
+    def forwards(self, part: tuple[int, int, int] | None = None) -> list[list[Activations]]:
+        """What each forward of each unit keeps. If the memory does not suffice, assumes the smallest memory that does.
+
+        Args:
+            part: first and last of some units that are computed again, and memory for them, which must suffice. None: all.
+        """
         found: list[list[Activations]] = [[] for _ in self._stages]
         #: (first, last, memory, may be recomputed again), the next on top.
-        parts = [(0, self._last, max(self._memory, self.least_bytes), True)]
+        parts = [(0, self._last, max(self._memory, self.least_bytes), True) if part is None else (*part, self._nested)]
         while parts:
             first, last, memory, nested = parts.pop()
             ways, stage = self._ways(first, last, nested=nested), self._stages[first]

@@ -158,6 +158,7 @@ def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int
     assert all(len(unit.forwards) <= 2 for unit in once.units)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(chains(1, 5), st.integers(0, 3))
 def test_the_integer_program_and_the_dynamic_program_prove_each_other(profile: Profile, choice: int) -> None:
@@ -221,6 +222,36 @@ def deep(gpu_bytes: int, count: int = 12) -> Profile:
     inner = replace(profile.units[1], input_bytes=100, activation_bytes=200, parameters=1)
     blocks = (profile.units[0], *[inner] * count, replace(profile.units[-1], input_bytes=100, activation_bytes=110))
     return replace(profile, workload=replace(profile.workload, transformer_blocks=count), units=blocks)
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(chains(2, 8), st.integers(0, 3), st.integers(0, 20))
+def test_a_link_never_costs_time(profile: Profile, choice: int, less: int) -> None:
+    """POFO fits wherever Rotor does and is never slower."""
+    fixed = parse_policy(FIXED[choice]).plan(profile, judge_for(profile))
+    asked = with_memory(profile, peak_and_time(lower(profile, fixed))[0] - less)
+    judge = judge_for(asked)
+    rotor, pofo = (judge(parse_policy(name).plan(asked, judge)) for name in ("rotor", "pofo"))
+    assert pofo.verdict is Verdict.OK or rotor.verdict is not Verdict.OK
+    assert pofo.seconds <= rotor.seconds or rotor.verdict is not Verdict.OK
+
+
+def test_what_the_link_moves_in_time_is_not_recomputed() -> None:
+    """Two thirds of what twelve blocks keep fit: with a fast link nothing is recomputed and nothing waits."""
+    profile = deep(10**9)
+    peak, time = peak_and_time(lower(profile, parse_policy("resident:checkpointing=none").plan(profile, judge_for(profile))))
+    blocks = sum(unit.activation_bytes for unit in profile.units[1:-1])
+    for bandwidth, recomputes in ((1e12, False), (1e6, True)):
+        link = replace(profile.hardware.h2d, bandwidth=bandwidth, duplex_bandwidth=bandwidth)
+        hardware = replace(with_memory(profile, peak - blocks // 3).hardware, h2d=link, d2h=link)
+        asked = replace(profile, hardware=hardware)
+        judge = judge_for(asked)
+        plan = parse_policy("pofo").plan(asked, judge)
+        assert judge(plan).verdict is Verdict.OK
+        assert any(unit.activations is not KEEP for unit in plan.units) == recomputes
+        assert any(unit.kept.leaves for unit in plan.units) != recomputes
+        assert (round(judge(plan).seconds * 1e9) > time) == recomputes
 
 
 def test_the_tightest_memory_takes_segments_within_segments() -> None:
