@@ -40,6 +40,8 @@ LOOKS = {
     "sqrt_checkpoint": SystemLook("segments", TEAL, "8"),
     "sqrt_checkpoint:keep_last": SystemLook("segments, the last kept", TEAL, "H"),
     "rotor": SystemLook("Rotor", WINE, ".", hatch="||||"),
+    "checkmate": SystemLook("Checkmate", WINE, "+", "--"),
+    "pofo": SystemLook("POFO", WINE, "x", "-."),
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),

@@ -80,6 +80,8 @@ UPDATE_ON_CPU = (
     "twin_flow",
     "deep_optimizer_states",
 )
+#: Those whose plan another system finds sooner: who asks all systems leaves them out.
+FOUND_SOONER = ("checkmate",)
 #: Those whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
 

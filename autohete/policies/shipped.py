@@ -16,12 +16,13 @@ from autohete.planner.optimistic import OptimisticJudge, capacities
 from autohete.policies.autohete import AutoHete
 from autohete.policies.capuchin import Capuchin
 from autohete.policies.offload_activations import OffloadActivations
+from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor)
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -48,8 +49,8 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
     if optimist.least_seconds >= best:
         return
     states = sum(profile.state_bytes(i) + profile.parameter_bytes(i) for i in range(len(profile.units)))
-    for system in policies.POLICIES.values():
-        if system is but or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+    for system in _systems(but):
+        if system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes:
             continue
         for variant in policies.variants(system, profile):
             if isinstance(variant, AutoHete):  # has bounds of its own
@@ -75,8 +76,8 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     little = with_memory(profile, memory, 1)  # for which a system plans as thriftily as it can
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
-    for system in policies.POLICIES.values():
-        for variant in () if system in (but, AutoHete) else policies.variants(system, profile):
+    for system in _systems(but):
+        for variant in () if system is AutoHete else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue
@@ -91,6 +92,11 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
             if needed < enough and all(least_bytes(schedule, other) <= size for other, size in others.items()):
                 enough, best = needed, (needed, plan)
     return best
+
+
+def _systems(but: type[policies.System]) -> list[type[policies.System]]:
+    """The systems that are asked."""
+    return [one for name, one in policies.POLICIES.items() if one is not but and name not in policies.FOUND_SOONER]
 
 
 def _judged(system: policies.System, profile: Profile, judge: Judge) -> tuple[Plan, Judgement] | None:
