@@ -103,7 +103,7 @@ class _Rate:
                 judged = judge.estimate(found)
             except AutoHeteError:  # does not fit, or cannot plan this
                 continue
-            seconds = judged.seconds / found.batches(self.hardware.batches)
+            seconds = judged.seconds / self.hardware.batches
             if judged.verdict is Verdict.OK and seconds < best:
                 best, plan = seconds, found
         rates: dict[int, float] = {}
@@ -112,7 +112,7 @@ class _Rate:
             fewer = profile if times == self.workload.micro_batches else profile.with_micro_batches(times)
             judged = judge_for(fewer).estimate(plan)
             if judged.verdict is Verdict.OK:
-                tokens = fewer.workload.samples * self.workload.sequence_length * plan.batches(self.hardware.batches)
+                tokens = fewer.workload.samples * self.workload.sequence_length * self.hardware.batches
                 rates[times] = tokens / judged.seconds
             times = times // 2 if self.fewer else 0
         return _Found(self.workload, rates)

@@ -56,14 +56,14 @@ class Judged:
         best: tuple[Simulation, NamedPolicy, tuple[str, ...]] | None = None
         policies = [parse_policy(name) for name in self.names]
         for least, policy in self._hopeful(policies) if len(policies) > 1 else ():
-            if best is not None and least >= best[0].iteration_seconds:
+            if best is not None and least >= best[0].comparable_seconds:
                 break
             with suppress(AutoHeteError):  # does not fit, or cannot plan this
                 found = simulate_policy(self.profile, policy)
                 able = self._runs_in(found, policy)
                 if found.verdict is not Verdict.OK or (self.runnable and not {*able} & {*self.runnable}):
                     continue
-                if best is None or found.iteration_seconds < best[0].iteration_seconds:
+                if best is None or found.comparable_seconds < best[0].comparable_seconds:
                     best = found, policy, able
         if best is not None:
             return Candidate(summarize(*best[:2]), best[0].plan, runs_in=best[2])

@@ -30,14 +30,23 @@ _FEW = 3
 
 
 def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
-    """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps."""
+    """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps. Of the GPUs
+    of a pipeline, the one that holds most.
+    """
     plan = without_frozen(profile, plan)
     found: Counter[str] = Counter()
+    of_ranks: Counter[int] = Counter()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
-        found[buffer.memory] += buffer.size_bytes
+        if plan.is_pipeline and buffer.memory == GPU_MEMORY and buffer.id.unit is not None:
+            of_ranks[plan.units[buffer.id.unit].rank or 0] += buffer.size_bytes
+        else:
+            found[buffer.memory] += buffer.size_bytes
     if pinned_memory(profile) == PINNED_MEMORY:
         found[HOST_MEMORY] += found[PINNED_MEMORY]
-    found[GPU_MEMORY] += sum(here_bytes(profile, i, unit) for i, unit in enumerate(plan.units)) + profile.loss.peak_bytes
+    for i, unit in enumerate(plan.units):
+        of_ranks[unit.rank or 0] += here_bytes(profile, i, unit)
+    of_ranks[plan.units[-1].rank or 0] += profile.loss.peak_bytes
+    found[GPU_MEMORY] += max(of_ranks.values())
     return found
 
 
@@ -94,6 +103,8 @@ class OptimisticJudge:
     def seconds(self, plan: Plan) -> float:
         """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile."""
         profile = self._profile
+        if plan.is_pipeline:  # whose GPUs share the passes, and exchange less
+            return self.least_seconds
         key = plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
         plan = without_frozen(profile, plan)
         if key not in self._costs:

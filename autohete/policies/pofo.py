@@ -103,7 +103,7 @@ class _States(NamedTuple):
 
     def where(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> _States:
         """Some of the states."""
-        return _States(*(column[rows] for column in self))
+        return _States(*(column[rows] for column in self))  # type: ignore[arg-type]  # columns keep their types
 
 
 class _Walk:

@@ -126,6 +126,14 @@ class Simulation:
         return self.steady.period_seconds
 
     @property
+    def comparable_seconds(self) -> float:
+        """Time by which plans are compared: in which as many batches are trained as if each GPU had its own. Ranks of a
+        pipeline share one, so it is that of several of their iterations.
+        """
+        batches = self.profile.hardware.batches
+        return self.iteration_seconds * batches / self.plan.batches(batches)
+
+    @property
     def samples_per_second(self) -> float:
         """Sequences per second on all GPUs."""
         batches = self.plan.batches(self.profile.hardware.batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def test_a_place_that_does_not_compute_updates_nothing() -> None:
         ({"states": Route("peer")}, "let the states rest in drives"),
     ],
 )
-def test_a_place_updates_with_what_rests_in_it(given: dict[str, Route], message: str) -> None:
+def test_a_place_updates_with_what_rests_in_it(given: dict[str, Any], message: str) -> None:
     """States and gradients are there, and parameters are not."""
     with pytest.raises(InputError, match=message):
         replace(IN_DRIVES, **given)
