@@ -10,7 +10,7 @@ from autohete.quantities import format_rate, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class AdvisedSpeed:
     """Time of an iteration, and tokens/s on all GPUs: an iteration has fewer tokens if stages of a pipeline share a batch."""
 
     iteration_seconds: float
@@ -36,13 +36,13 @@ class Advice:
     file: str
     policy: str
     notes: tuple[str, ...]
-    now: Speed | None
+    now: AdvisedSpeed | None
     explanation: str
     better: str = ""
-    then: Speed | None = None
+    then: AdvisedSpeed | None = None
     changes: tuple[KeyChange, ...] = ()
     fastest: str = ""
-    at_best: Speed | None = None
+    at_best: AdvisedSpeed | None = None
     runs_in: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Advice:
         if self.fastest:
             yield f"  {self.fastest} in {' or '.join(self.runs_in)}: {self._gain(self.at_best)}; --write has its files"
 
-    def _gain(self, speed: Speed | None) -> str:
+    def _gain(self, speed: AdvisedSpeed | None) -> str:
         assert speed is not None
         faster = "" if self.now is None else f", {speed.tokens_per_second / self.now.tokens_per_second:.2f}x as fast"
         return f"{speed}{faster}"

@@ -103,7 +103,8 @@ def offload_text(answer: Answer, best: Candidate) -> str:
     staying, offloading = answer.staying, answer.offloading
     if staying is None:
         return "Offloading is needed: no plan fits that keeps everything on the GPU."
-    alone = f"keeping everything on the GPU ({staying.name}) takes {format_seconds(staying.seconds)}, {_slower(staying, best)}"
+    rate = f"{format_rate(1 / staying.seconds_per_token)} tokens/s, {_slower(staying, best)}"
+    alone = f"keeping everything on the GPU ({staying.name}) takes {format_seconds(staying.seconds)} per iteration, {rate}"
     if offloading is Offloading.PAYS:
         return f"Offloading pays: {alone}."
     if offloading is Offloading.UNDECIDED:

@@ -19,7 +19,7 @@ from autohete.cli.frameworks import RunOptions
 from autohete.cli.from_config import advise
 from autohete.cli.question import DEFAULT_HARDWARE, Question, Shape
 from autohete.errors import InputError
-from autohete.frameworks.advice import Speed
+from autohete.frameworks.advice import AdvisedSpeed
 from autohete.frameworks.deepspeed_reading import read_deepspeed
 from autohete.hardware import load_hardware
 from autohete.report.answer_text import answer_text
@@ -152,7 +152,9 @@ def test_advice_compares_with_what_runs() -> None:
     assert changed["zero_optimization.offload_optimizer.pin_memory"] is True
     assert "zero_optimization.overlap_comm" not in changed
     assert f"{now.seconds / best.seconds:.2f}x as fast" in str(advice)
-    slower = replace(advice, now=Speed(now.seconds / 4, advice.then.tokens_per_second / 2))  # of a fourth of the batch, say
+    slower = replace(
+        advice, now=AdvisedSpeed(now.seconds / 4, advice.then.tokens_per_second / 2)
+    )  # of a fourth of the batch, say
     assert "2.00x as fast" in str(slower)
     assert advice.at_best is None or advice.at_best.tokens_per_second > advice.then.tokens_per_second
 
