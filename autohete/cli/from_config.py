@@ -42,7 +42,7 @@ def read_configuration(given: str, question: Question) -> tuple[ReadConfig, Ques
     path, _, flags = (given, "", "") if os.path.exists(given) else given.rpartition(":")
     path, flags = (path, flags) if path else (given, "")
     try:
-        read = read_deepspeed(_text(path), gpus=question.gpus, hidden_size=question.of_workload().hidden_size, flags=flags)
+        read = read_deepspeed(_text(path), gpus=question.ranks(), hidden_size=question.of_workload().hidden_size, flags=flags)
         parse_policy(read.policy)
     except InputError as error:
         raise InputError(f"--from {path}: {error}") from error
