@@ -59,6 +59,7 @@ LOOKS = {
     "zero_infinity": SystemLook("ZeRO-Infinity", INDIGO, "8", "-."),
     "mlp_offload": SystemLook("MLP-Offload", FOREST, "H", ":"),
     "ratel": SystemLook("Ratel", ROSE, "D", "-."),
+    "megatron_hybrid": SystemLook("Megatron-LM, CPU offload", YELLOW, "X", ":"),
     "smart_infinity": SystemLook("Smart-Infinity", INDIGO, "*", ":"),
     "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
     "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--", "\\\\\\"),

@@ -1,8 +1,7 @@
 """Megatron-LM: flags of ``pretrain_gpt.py``.
 
 Flags: ``megatron/training/arguments.py``, ``megatron/training/config`` and ``megatron/core/transformer/transformer_config.py``
-at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement but for optimizer offload: there the
-GPU needs room for them as well.
+at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from autohete.frameworks.framework import Abilities, Decided, ModelFiles
 from autohete.frameworks.training_script import facts, torchrun
 from autohete.frameworks.transformer_engine import offloaded_layers
 from autohete.plan import Activations, Processor
+from autohete.policies.megatron_hybrid import MegatronHybrid
 from autohete.policies.resident import Resident
-from autohete.policies.twin_flow import TwinFlow
-from autohete.quantities import format_bytes
 from autohete.schedule import HOST_MEMORY
 from autohete.workload import Kernels, Precision
 from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, NormPlace
@@ -152,10 +150,10 @@ def _block_flags(block: Block, heads: int) -> Iterator[str]:
 
 def _offload(decided: Decided) -> list[str]:
     system = decided.system
-    if isinstance(system, TwinFlow):
-        return [*_optimizer_offload(decided), *_recompute(decided)]
+    if isinstance(system, MegatronHybrid):
+        return [*_optimizer_offload(system, decided), *_recompute(decided)]
     if not decided.stays:
-        raise InputError("keeps parameters and gradients on the GPU: plan with twin_flow or resident")
+        raise InputError("keeps parameters and gradients on the GPU: plan with megatron_hybrid or resident")
     if isinstance(system, Resident) and (system.zero_stage > 1 or system.in_backward or system.deepspeed):
         raise InputError("shards states alone and updates after backward: plan with resident, or with resident:zero_stage=1")
     shards = ["--use-distributed-optimizer"] if isinstance(system, Resident) and system.zero_stage else []
@@ -172,16 +170,9 @@ def _recompute(decided: Decided) -> list[str]:
     return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
 
 
-def _optimizer_offload(decided: Decided) -> list[str]:
+def _optimizer_offload(system: MegatronHybrid, decided: Decided) -> list[str]:
     """``HybridDeviceOptimizer``, of which a fraction of the parameters is on the CPU."""
     counts = [*map(decided.profile.part_of, range(len(decided.profile.units)))]
-    gradients = sum(counts) * decided.profile.element_bytes
-    needed = decided.gpu_peak_bytes + gradients
-    if needed > decided.hardware.gpu_capacity_bytes:
-        raise InputError(
-            f"keeps all gradients on the GPU until the update, which needs up to {format_bytes(needed)} of "
-            f"{format_bytes(decided.hardware.gpu_capacity_bytes)}"
-        )
     on_cpu = sum(
         count * (1 - unit.update.share)
         for count, unit in zip(counts, decided.plan.units, strict=True)
@@ -192,7 +183,7 @@ def _optimizer_offload(decided: Decided) -> list[str]:
         "--use-precision-aware-optimizer",
         "--optimizer-cpu-offload",
         f"--optimizer-offload-fraction {on_cpu / sum(counts):.4f}",
-        "--overlap-cpu-optimizer-d2h-h2d",
+        *(["--overlap-cpu-optimizer-d2h-h2d"] if system.overlap else []),
     ]
 
 

@@ -233,6 +233,7 @@ def _saved_names(plan: Plan, shards: Shards) -> Iterator[SavedNames]:
         parts = enumerate(shards.saved_parts(i)) if unit.saved else ()
         kept = unit.kept if unit.kept.leaves else Route()
         yield from (SavedNames(i, at, tuple(sorted(one.names))) for at, one in parts if one.recomputed or one.route != kept)
+        yield from (SavedNames(i, at, tuple(one.names)) for at, one in enumerate(shards.results(i), 1))
 
 
 def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ...]:

@@ -57,6 +57,12 @@ def recompute(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
 
 
 @_kept
+def without_products(unit: int, whole: Duration, results: frozenset[str]) -> Duration:
+    """A recomputation of ``unit`` that lasts ``whole``, without the products of some results."""
+    return lambda profile: max(whole(profile) - profile.units[unit].product_seconds(results), 0.0)
+
+
+@_kept
 def selective(unit: int, names: frozenset[str]) -> Duration:
     """The recomputation of some saved tensors of ``unit``."""
     return lambda profile: profile.units[unit].again_seconds(names)

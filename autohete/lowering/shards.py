@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from autohete.errors import InputError, OptimizerError
 from autohete.plan import Activations, Plan, Processor, UnitPlan
-from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, saved_parts
+from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, kept_results, saved_parts
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.profile import Profile, SavedTensors, UnitProfile
 from autohete.schedule import GPU_MEMORY, Value
@@ -70,12 +70,17 @@ class Shards:
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
             saved=_saved_sizes(profile.units[unit].saved),
+            results=_saved_sizes(profile.units[unit].results),
             beside_gpu=profile.hardware.beside_gpu,
         )
 
     def saved_parts(self, unit: int) -> tuple[SavedPart, ...]:
         """The parts of what the unit's forward keeps besides its input; none if it keeps at most that."""
         return parts_of(self._plan.units[unit], self._profile.units[unit])
+
+    def results(self, unit: int) -> tuple[SavedPart, ...]:
+        """The results of products that the unit's forward keeps for its recomputation: parts of its activations, from 1 on."""
+        return kept_results(self._plan.units[unit], _saved_sizes(self._profile.units[unit].results))
 
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""

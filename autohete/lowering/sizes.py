@@ -49,7 +49,10 @@ def _without_rates(
 
 @lru_cache(maxsize=512)
 def _without_times(unit: UnitProfile) -> UnitProfile:
-    saved = tuple(one if one.seconds is None else replace(one, seconds=0.0, launch_seconds=0.0) for one in unit.saved)
+    saved, results = (
+        tuple(one if one.seconds is None else replace(one, seconds=0.0, launch_seconds=0.0) for one in some)
+        for some in (unit.saved, unit.results)
+    )
     return replace(
         unit,
         forward_seconds=0.0,
@@ -57,6 +60,7 @@ def _without_times(unit: UnitProfile) -> UnitProfile:
         gpu_update_seconds=0.0,
         cpu_update_seconds=None if unit.cpu_update_seconds is None else 0.0,  # whether the CPU can update
         saved=saved,
+        results=results,
         shorter_recompute_seconds=None,
         forward_host_seconds=0.0,
         backward_host_seconds=0.0,

@@ -130,6 +130,7 @@ class UnitSizes:
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
         saved: what that has besides the input, tensor by tensor. Empty: not known.
+        results: what its products give. Empty: not known.
         beside_gpu: the places of the hardware that exchange data with the GPU. All others are behind the host.
     """
 
@@ -149,6 +150,7 @@ class UnitSizes:
     input_bytes: int
     activation_bytes: int
     saved: tuple[SavedSize, ...] = ()
+    results: tuple[SavedSize, ...] = ()
     beside_gpu: tuple[str, ...] = ()
 
     def way(self, home: str, processor: Processor = Processor.GPU) -> tuple[str, ...]:
@@ -299,11 +301,31 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
     )
 
 
+def kept_results(unit: UnitPlan, results: tuple[SavedSize, ...]) -> tuple[SavedPart, ...]:
+    """The results of products that a forward keeps for the recomputation of its unit, in the order of the plan.
+
+    Args:
+        unit: the decisions.
+        results: the sizes of all results. Empty: not known.
+
+    Raises:
+        InputError: the plan names a result that the profile does not.
+    """
+    sizes = {one.name: one.size_bytes for one in results}
+    if unknown := [one.name for one in unit.results if one.name not in sizes]:
+        known = f"it names {', '.join(sizes)}" if sizes else "it names none"
+        raise InputError(f"the plan keeps the result {unknown[0]!r}, which the profile does not name ({known}): plan for it")
+    return tuple(SavedPart(one.route, False, sizes[one.name], frozenset({one.name})) for one in unit.results)
+
+
 def _moves_of_activations(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """Of activations each part that rests elsewhere, the input with that of ``unit.kept``; or only the input."""
     if unit.activations in (Activations.RECOMPUTE, Activations.DROP):
         if unit.kept.leaves:
             yield from _there_and_back(Value.INPUT, sizes.way(unit.kept.home), sizes.input_bytes)
+        for index, result in enumerate(kept_results(unit, sizes.results), 1):
+            if result.route.leaves:
+                yield from _there_and_back(Value.ACTIVATIONS, sizes.way(result.route.home), result.size_bytes, index)
         return
     if not (unit.kept.leaves or unit.saved):
         return

@@ -216,6 +216,8 @@ class UnitPlan(Hashed):
         gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
         kept: where the values that forward keeps rest: activations with the input, or with recomputation the input.
         saved: the tensors that forward saves and that go another way.
+        results: results of products with weights that a forward keeps although the unit is recomputed. The recomputation takes
+            them instead of computing them.
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
         parameters_with_states: parameters that rest on the host and are their own masters leave after backward and travel with
             the states to an update on the GPU, and home with them. Otherwise they stay from the last backward to the update.
@@ -238,6 +240,7 @@ class UnitPlan(Hashed):
     gradients_replace_parameters: bool = False
     kept: Route = Route()
     saved: tuple[SavedRoute, ...] = ()
+    results: tuple[SavedRoute, ...] = ()
     states: Route = Route()
     parameters_with_states: bool = False
     sum_bytes: int | None = None
@@ -314,9 +317,16 @@ class UnitPlan(Hashed):
     def _check_saved(self) -> None:
         if self.saved and self.activations not in (Activations.KEEP, Activations.SELECTIVE):
             raise InputError(f"a forward that keeps at most its input ({self.activations}) saves no tensors: leave saved out")
-        names = [one.name for one in self.saved]
-        if len(set(names)) < len(names):
-            raise InputError(f"saved names {names}: give each name once")
+        if self.results and (self.activations is not Activations.RECOMPUTE or self.again):
+            raise InputError(
+                "results are kept for the one recomputation of a whole unit: let it recompute without again, or leave them out"
+            )
+        if any(one.recomputed for one in self.results):
+            raise InputError("a result that is kept is not recomputed: leave it out of results")
+        for what, some in (("saved", self.saved), ("results", self.results)):
+            names = [one.name for one in some]
+            if len(set(names)) < len(names):
+                raise InputError(f"{what} names {names}: give each name once")
         if self.activations is Activations.KEEP and (again := [one.name for one in self.saved if one.recomputed]):
             raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
 
@@ -364,12 +374,12 @@ class UnitPlan(Hashed):
     @property
     def activations_leave(self) -> bool:
         """Whether anything that forward keeps leaves the GPU until backward."""
-        return self.kept.leaves or any(one.route.leaves for one in self.saved)
+        return self.kept.leaves or any(one.route.leaves for one in (*self.saved, *self.results))
 
     @property
     def homes(self) -> tuple[str, ...]:
         """The homes of its values."""
-        saved = tuple(one.route.home for one in self.saved)
+        saved = tuple(one.route.home for one in (*self.saved, *self.results))
         return (self.parameters.home, self.kept.home, self.gradients.home, self.states.home, *saved)
 
     @property

@@ -338,6 +338,18 @@ class GradientsLeaveBeforeBackward(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsLeaveAfterBackward(Rule):
+    """The gradients of the last micro-batch leave the GPU once the last backward has ended: a step that follows copies them."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        last = tasks.passes[-1]
+        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
+            if copy.micro_batch == last.micro_batch:
+                tasks.after(copy, last)
+
+
+@dataclass(frozen=True, slots=True)
 class RefreshAfterBackward(Rule):
     """Refreshes wait for the last backward."""
 

@@ -128,7 +128,8 @@ def recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
         return 0.0
     if one.activations is Activations.SELECTIVE:
         return block.again_seconds(_recomputed(block, one))
-    return block.recompute_seconds if one.activations is Activations.RECOMPUTE else 0.0
+    taken = block.product_seconds([kept.name for kept in one.results])
+    return max(block.recompute_seconds - taken, 0.0) if one.activations is Activations.RECOMPUTE else 0.0
 
 
 def _state_bytes(one: UnitCosts) -> int:

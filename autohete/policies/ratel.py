@@ -11,6 +11,10 @@ Based on github RC4ML/LoHan at feb88fe: ``main.py``, ``ratel_init.py``, ``ratel_
 - A gradient is cast to fp32 on the GPU, and copied to pinned memory as soon as it is there ("active gradient offload"). When
   the gradients of a sub-group have been made, its states are read, another process updates it with DeepSpeed's CPU Adam, and
   while it does so, parameters and states of the sub-group before are written (``single_step``, ``is_nvme_rearrange``).
+- With ``swap_percent``, forward also keeps results of products in pinned host memory, which the recomputation takes: in a fixed
+  order of kinds, the second of the MLP, that of attention's output, the first of attention, the first of the MLP, each of all
+  blocks, until the copies of these and of the inputs would take that share of forward's time (``get_act_swap_list``). It is off
+  in ``main.py`` and ``run.sh``, which name 20 and 30 %.
 - The main process waits for each of its reads and writes, so the drives serve one at a time.
 
 A sub-group, 700,000,000 parameters or more, is a unit here. Not modelled: the norm of each gradient, taken on the GPU in fp64
@@ -23,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier
 from autohete.policies import host_arrays, traffic
@@ -38,6 +42,10 @@ _SUB_GROUP = 700_000_000
 _GRADIENT_COPIES = 2 + 4 + 8
 #: Passes of a block in backward.
 _PASSES = 2
+#: Rates at which inputs and results are taken to be copied, bytes/s.
+_INPUTS, _RESULTS = 18 * 2**30, 20 * 2**30
+#: The order of the kinds of results.
+_KINDS = "mlp_2", "attention_2", "attention_1", "mlp_1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +54,24 @@ class Ratel:
 
     Args:
         place: the place of the hardware where parameters and optimizer states rest.
+        swap_percent: share of forward's time for copies of what it keeps. 0: only inputs are kept.
     """
 
     place: str = "nvme"
+    swap_percent: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.swap_percent < 0:
+            raise InputError(f"ratel:swap_percent={self.swap_percent}: give 0 or more percent of forward's time")
         if not Route(self.place).far:
             raise InputError(f"ratel:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Ratel]:
         """What users can choose; see :func:`autohete.policies.search_space`."""
-        yield from combinations(cls, place=place_names(profile))
+        swap_percent = (0, 20, 30) if all(unit.results for unit in profile.units[1:-1]) else (0,)
+        yield from combinations(cls, place=place_names(profile), swap_percent=swap_percent)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
@@ -76,7 +89,7 @@ class Ratel:
         largest = max(unit.added_elements for unit in profile.units[1:-1])
         return Plan(
             policy="ratel",
-            units=(first, *[inner] * (len(profile.units) - 2), outer),
+            units=(first, *(replace(inner, results=kept) for kept in self._results(profile)), outer),
             rules=(Barrier(),),
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=traffic.CAST if traffic.is_mixed(profile) else 0,
@@ -86,6 +99,21 @@ class Ratel:
                 host_parameter_bytes=profile.element_bytes,
             ),
         )
+
+    def _results(self, profile: Profile) -> list[tuple[SavedRoute, ...]]:
+        """What each unit keeps of the results of its products."""
+        units, w = profile.units[1:-1], profile.workload
+        there = [{one.name: one.size_bytes for one in unit.results} for unit in units]
+        kept: list[tuple[SavedRoute, ...]] = [()] * len(units)
+        enough = sum(unit.forward_seconds for unit in units) * self.swap_percent / 100
+        stream = w.tokens * w.hidden_size * profile.element_bytes
+        copied = 2 * stream * w.transformer_blocks / _INPUTS  # those of both sublayers
+        for kind in _KINDS:
+            for i, sizes in enumerate(there):
+                if copied < enough and kind in sizes:
+                    kept[i] = (*kept[i], SavedRoute(kind, Route(HOST_MEMORY, ahead=_PASSES)))
+                    copied += sizes[kind] / _RESULTS
+        return kept
 
 
 SYSTEM = Ratel

@@ -87,6 +87,8 @@ class UnitProfile(Hashed):
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
         routed_parameters: those of ``parameters`` that are of experts which are divided among GPUs (``Parallelism.expert``).
+        results: what its products with weights give, each with the GPU time of its product. A plan may keep them for a
+            recomputation, which then leaves these products out. Empty: not known.
     """
 
     role: BlockRole
@@ -115,6 +117,7 @@ class UnitProfile(Hashed):
     tensors: int = 0
     small_tensors: int = 0
     routed_parameters: int = 0
+    results: tuple[SavedTensors, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -187,6 +190,10 @@ class UnitProfile(Hashed):
         """GPU time to make the saved tensors of these names again."""
         made = [one for one in self.saved if one.name in names]
         return max(sum([one.seconds or 0.0 for one in made]), sum([one.launch_seconds for one in made]))
+
+    def product_seconds(self, results: Collection[str]) -> float:
+        """GPU time of the products whose results have these names."""
+        return sum([one.seconds or 0.0 for one in self.results if one.name in results])
 
     def workspace_bytes_without(self, names: Collection[str]) -> tuple[int, int]:
         """Temporaries of a forward that does not keep the saved tensors of these names, and of the pass that makes them again:

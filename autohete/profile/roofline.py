@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from autohete.errors import InputError
@@ -34,7 +35,7 @@ from autohete.profile.parallel import ALONE_GROUP, Group, divided_part, part_of_
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Component, Experts, LatentAttention, Product, gpt2_block
+from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import FIRST, LAST
@@ -251,6 +252,7 @@ class _Roofline(Rates):
         exchanged, exchanged_back = self._exchange_seconds(unit)
         parameters = w.unit_parameters(unit)
         saved: tuple[SavedTensors, ...] = ()
+        results: tuple[SavedTensors, ...] = ()
         shorter: float | None = None
         activations: float
         workspaces: tuple[float, float]
@@ -293,6 +295,7 @@ class _Roofline(Rates):
             saved += self._saved_in_fp8(unit, copied)
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
+            results = tuple(self._results(unit))
             # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
                 (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
@@ -325,7 +328,18 @@ class _Roofline(Rates):
             tensors=parameter_tensors(w, unit),
             small_tensors=small_tensors(w, unit),
             routed_parameters=self._routed_parameters(unit),
+            results=results,
         )
+
+    def _results(self, unit: int) -> Iterator[SavedTensors]:
+        """What the products with weights of attention and MLP give: ``attention_1``, ``attention_2``, ``mlp_1``, ``mlp_2``."""
+        w = self.workload
+        for component in w.components(unit):
+            if isinstance(component, (Attention, Mlp)):
+                for number, product in enumerate(component.products(w.hidden_size), 1):
+                    size = self.element * w.tokens * product.columns
+                    seconds, _ = self._product_seconds(product, trained=w.trains_base(unit), fp8=w.training.fp8)
+                    yield SavedTensors(f"{type(component).__name__.lower()}_{number}", size, seconds)
 
     def _routed_parameters(self, unit: int) -> int:
         """Parameters of experts that are divided among GPUs."""

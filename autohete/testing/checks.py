@@ -452,7 +452,9 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
     present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
     faults += [f"{task} is not in the plan" for task in present if task not in passes]
     moved = {i for i, unit in enumerate(plan.units) if unit.kept.leaves and parts_of(unit, profile.units[i])}
-    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule, moved)]
+    taking = {i for i, unit in enumerate(plan.units) if unit.results}
+    absent = _absence_faults(schedule, moved, taking)
+    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *absent]
 
 
 def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple[int, str]]:
@@ -460,19 +462,22 @@ def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple
     decisions = plan.units[unit]
     parts = parts_of(decisions, profile.units[unit])
     if not parts:
-        return [(0, decisions.kept.home)] * decisions.kept.leaves
+        results = [(part, one.route.home) for part, one in enumerate(decisions.results, 1) if one.route.leaves]
+        return [*[(0, decisions.kept.home)] * decisions.kept.leaves, *results]
     return [(index, part.route.home) for index, part in enumerate(parts) if part.route.leaves]
 
 
-def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:
+def _absence_faults(schedule: Schedule, moved: set[int], taking: set[int]) -> Iterator[str]:
     """Passes whose input or activations nothing has left on the GPU, in the order of the schedule. The inputs of the units
-    ``moved`` leave with their activations.
+    ``moved`` leave with their activations. Recomputations of the units ``taking`` take other parts than the first for good.
     """
     there: set[tuple[Value, int | None, int, int]] = set()
     parts: defaultdict[tuple[int | None, int], set[int]] = defaultdict(lambda: {0})
     for task in schedule.tasks:
         unit, m, kind = task.id.unit, task.id.micro_batch, task.id.kind
-        needed = [(Value.ACTIVATIONS, part) for part in sorted(parts[unit, m]) if kind is Kind.BACKWARD]
+        # A recomputation takes all parts but the first, which it makes.
+        users = (Kind.RECOMPUTE, Kind.BACKWARD)
+        needed = [(Value.ACTIVATIONS, part) for part in sorted(parts[unit, m]) if kind in users[not part :]]
         if kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and unit and (kind is Kind.FORWARD or unit not in moved):
             needed.append((Value.INPUT, 0))
         yield from (f"{task.id} finds no {value} on the GPU" for value, part in needed if (value, unit, m, part) not in there)
@@ -480,6 +485,8 @@ def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:
         for buffer in made:
             if buffer.value is Value.ACTIVATIONS:
                 parts[buffer.unit, buffer.micro_batch].add(buffer.again)
+        for buffer in freed if kind is Kind.RECOMPUTE and unit in taking else ():  # backward does not need them
+            parts[buffer.unit, buffer.micro_batch] -= {buffer.again} - {0}
         there |= {_there(buffer) for buffer in made}
         there -= {_there(buffer) for buffer in freed}
 
@@ -618,6 +625,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             kinds = _USERS_ON_THE_WAY.get(begin.kind, ())
     elif value is Value.ACTIVATIONS and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
+    elif value is Value.ACTIVATIONS and end.kind is Kind.RECOMPUTE and buffer.again:
+        kinds = (end.kind,)
     elif value is Value.ACTIVATIONS and begin.kind is not Kind.RECOMPUTE:
         kinds = (Kind.RECOMPUTE, Kind.BACKWARD)  # other parts are made again from it
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:

@@ -19,7 +19,7 @@ from autohete.errors import InfeasibleError
 from autohete.execution.trace import Trace
 from autohete.hardware import Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Footprint, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, Rule
 from autohete.policies import parse_policy
@@ -119,7 +119,9 @@ def in_segments() -> list[Plan]:
 
 
 IN_PLACE = UnitPlan(update=Update(Processor.PLACE), gradients=Route("nvme"), states=Route("nvme"))
+RESULTS = SavedRoute("mlp_2", Route(HOST_MEMORY)), SavedRoute("attention_1"), SavedRoute("mlp_1", Route("nvme", ahead=2))
 PLANS = [
+    plan_of(UnitPlan(Activations.RECOMPUTE, kept=Route(HOST_MEMORY), results=RESULTS)),
     Plan("by hand", (IN_PLACE, *[replace(IN_PLACE, parameters=Route(HOST_MEMORY))] * 3, IN_PLACE)),
     *map(
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]

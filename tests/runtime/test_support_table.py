@@ -32,7 +32,7 @@ BEGIN, END = "<!-- written by tests/runtime/test_support_table.py -->\n", "<!-- 
 #: Those that search are given less memory than resident training needs, so that they move something.
 BUDGETS = {
     **dict.fromkeys(("autohete", "joint"), "85%"),
-    "block_swap": "90%",
+    **dict.fromkeys(("block_swap", "megatron_hybrid"), "90%"),
     **dict.fromkeys(("capuchin", "checkmate", "pofo", "rotor", "te_offload"), "95%"),
 }
 #: With flags that move other values.

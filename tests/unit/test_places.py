@@ -15,7 +15,7 @@ from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Format, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Format, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Verdict
 from autohete.planner.rows import Model
 from autohete.planner.unit_costs import Costs
@@ -23,8 +23,8 @@ from autohete.policies import parse_policy
 from autohete.policies.joint import every_choice
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Kind, TaskId
-from autohete.simulate import simulate_plan, simulate_policy
-from autohete.workload import Precision, Workload
+from autohete.simulate import judge_for, simulate_plan, simulate_policy
+from autohete.workload import Precision, Units, Workload
 
 SMALL = Workload("small", 512, 4, 8, vocabulary_size=1000, sequence_length=256, batch_size=4, tied_embeddings=False)
 NODE = load_hardware("h100-pcie5")
@@ -196,6 +196,39 @@ def test_ratel_updates_during_backward() -> None:
     assert {kind: reads.count(kind) for kind in set(reads)} == dict.fromkeys(
         (Kind.READ_STATES, Kind.READ_FORWARD, Kind.READ_BACKWARD), last + 1
     )
+
+
+def test_ratel_keeps_results_in_its_order_of_kinds() -> None:
+    """All blocks keep results of a kind before any keeps one of the next, until the copies fill a share of forward's time."""
+    workload = replace(SMALL, units=Units.SUBLAYER)
+    profile = profile_on(replace(NODE, places=(replace(DRIVES, name="nvme"),)), workload)
+    kinds = "mlp_2", "attention_2", "attention_1", "mlp_1"
+    inner = profile.units[1:-1]
+    order = [(kind, i) for kind in kinds for i, unit in enumerate(inner) for one in unit.results if one.name == kind]
+    assert len(order) == 4 * SMALL.transformer_blocks
+    counts = []
+    for share in (0, 100, 300, 1000, 10**6):
+        plan = parse_policy(f"ratel:swap_percent={share}").plan(profile, judge_for(profile))
+        kept = {(one.name, i) for i, unit in enumerate(plan.units[1:-1]) for one in unit.results}
+        assert kept == set(order[: len(kept)])
+        counts.append(len(kept))
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, len(order))
+
+
+def test_a_recomputation_leaves_out_the_products_whose_results_it_takes() -> None:
+    """It is shorter by their time, and the copies of the results are their size."""
+    profile = profile_on(BOTH)
+    results = SavedRoute("mlp_2", Route("host")), SavedRoute("attention_1")
+    plans = [plan_of(UnitPlan(Activations.RECOMPUTE, results=kept)) for kept in ((), results)]
+    before, after = ({task.id: task for task in lower(profile, plan).tasks} for plan in plans)
+    again, unit = TaskId(Kind.RECOMPUTE, 1), profile.units[1]
+    saved = unit.product_seconds(("mlp_2", "attention_1"))
+    assert before[again].duration_ns - after[again].duration_ns == pytest.approx(saved * 1e9, abs=1)
+    (size,) = (one.size_bytes for one in unit.results if one.name == "mlp_2")
+    assert after[TaskId(Kind.FETCH_ACTIVATIONS, 1, again=1)].duration_ns == round(profile.h2d_seconds(size) * 1e9)
+    with pytest.raises(InputError, match="the plan keeps the result 'none', which the profile does not name"):
+        lower(profile, plan_of(UnitPlan(Activations.RECOMPUTE, results=(SavedRoute("none"),))))
 
 
 @pytest.mark.parametrize("policy", ["zero_infinity", "mlp_offload", "ratel", "smart_infinity"])
