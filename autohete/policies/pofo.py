@@ -28,8 +28,8 @@ Decided here, and different:
 - Embedding and head keep their activations. The optimizer runs after backward.
 
 The abstract has activations / 4 to 6 with less than 20 % more time, of networks and a machine that it does not name. For 48
-blocks of width 1,024, sequences of 512, batch 64, fp16, 1,000 classes on a V100 with PCIe 3, 21 and 25 % were predicted, and 19.0 and
-21.5 % are simulated; ``rotor`` takes 22.8 and 25.3 %.
+blocks of width 1,024, sequences of 512, batch 64, fp16, 1,000 classes on a V100 with PCIe 3, 21 and 25 % were predicted, and
+19.0 and 21.5 % are simulated; ``rotor`` takes 22.8 and 25.3 %.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Pofo:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the plan with the lowest GPU peak."""
-        walk = _Walk(profile)
+        walk = _ChainWalk(profile)
         found = [walk.plan(walk.without_link())]
         for share in _SHARES:
             units = walk.units(share)
@@ -82,7 +82,7 @@ class Pofo:
         return better((*found, walk.plan(fetched_in_time(profile, (UnitPlan(), *inputs, UnitPlan())))), judge)
 
 
-class _States(NamedTuple):
+class _WalkStates(NamedTuple):
     """States before a unit, one per row.
 
     Attributes:
@@ -100,12 +100,12 @@ class _States(NamedTuple):
     seconds: Floats
     origin: NDArray[np.int64]
 
-    def where(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> _States:
+    def where(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> _WalkStates:
         """Some of the states."""
-        return _States(*(column[rows] for column in self))
+        return _WalkStates._make(column[rows] for column in self)
 
 
-class _Walk:
+class _ChainWalk:
     """The dynamic program for the trained units of a profile."""
 
     def __init__(self, profile: Profile) -> None:
@@ -135,10 +135,10 @@ class _Walk:
         if budget <= 0:
             return None
         limit = np.inf
-        at: list[list[_States]] = [[] for _ in range(count + 1)]
+        at: list[list[_WalkStates]] = [[] for _ in range(count + 1)]
         none = np.zeros(1)
-        at[0] = [_States(none, none, none, none, np.full((1, 4), -1))]
-        reached: list[_States] = []
+        at[0] = [_WalkStates(none, none, none, none, np.full((1, 4), -1))]
+        reached: list[_WalkStates] = []
         for unit in range(count):
             states, least = self._thinned(unit, _joined(at[unit]), budget, limit)
             reached.append(states)
@@ -158,18 +158,19 @@ class _Walk:
             origin = reached[unit].origin[row]
         return self._planned(decisions)
 
-    def _thinned(self, unit: int, states: _States, budget: float, limit: float) -> tuple[_States, float]:
-        """The states that can end within ``limit`` and that no other beats, and the seconds of the best end without further copies.
+    def _thinned(self, unit: int, states: _WalkStates, budget: float, limit: float) -> tuple[_WalkStates, float]:
+        """The states that can end within ``limit`` and that no other beats; and the seconds of the best end without more copies.
 
         Of many, those are kept that would end first without further copies: if what has to move stays; if all waits until it is
         gone; or if it is gone at once.
         """
         forward, backward = sum(self._forward[unit:]), sum(self._backward[unit:])
 
-        def late(states: _States) -> Floats:
+        def late(states: _WalkStates) -> Floats:
             """Seconds by which the link falls behind all passes that are left, at least."""
-            found: Floats = np.maximum(0, states.leaving / self._away - forward)
-            return found + np.maximum(0, states.coming / self._back - backward)
+            forwards: Floats = np.maximum(0, states.leaving / self._away - forward)
+            backwards: Floats = np.maximum(0, states.coming / self._back - backward)
+            return forwards + backwards
 
         states = states.where(states.seconds + forward + backward + late(states) <= limit * (1 + 1e-6))
         memory, forwards = self._chain.onward(unit)
@@ -177,7 +178,7 @@ class _Walk:
         least = np.inf
         for most in (4 * _STATES, _STATES):
 
-            def ends(there: Floats, states: _States = states) -> Floats:
+            def ends(there: Floats, states: _WalkStates = states) -> Floats:
                 found: Floats = states.seconds + seconds[np.searchsorted(memory, budget - there, side="right")]
                 return found
 
@@ -191,7 +192,7 @@ class _Walk:
                 states = states.where(_unbeaten(states, 1e-4 * self._seconds * np.array([0, self._away, self._back])))
         return states, float(least)
 
-    def _keeping(self, unit: int, before: _States, budget: float) -> Iterator[tuple[int, _States]]:
+    def _keeping(self, unit: int, before: _WalkStates, budget: float) -> Iterator[tuple[int, _WalkStates]]:
         """A forward that keeps all."""
         stage = self._stages[unit]
         own = stage.input_bytes + stage.kept_bytes
@@ -204,9 +205,12 @@ class _Walk:
         seconds = fitting.seconds + waited + waited_again + self._forward[unit] + self._backward[unit]
         for goes in (False,) if stage.keeps else (False, True):
             origin = np.column_stack([np.full_like(rows, unit), rows, np.full_like(rows, goes), np.full_like(rows, -1)])
-            yield unit + 1, _States(fitting.kept + own * (not goes), leaving + own * goes, coming + own * goes, seconds, origin)
+            yield (
+                unit + 1,
+                _WalkStates(fitting.kept + own * (not goes), leaving + own * goes, coming + own * goes, seconds, origin),
+            )
 
-    def _dropping(self, first: int, before: _States, budget: float) -> Iterator[tuple[int, _States]]:
+    def _dropping(self, first: int, before: _WalkStates, budget: float) -> Iterator[tuple[int, _WalkStates]]:
         """A forward that keeps its input, with the units up to some other that keep nothing."""
         for goes in (False, True):
             given, states = self._stages[first].input_bytes, before
@@ -228,8 +232,8 @@ class _Walk:
                 yield last + 1, again._replace(kept=again.kept + given * (not goes), coming=coming, origin=origin)
 
     def _again(
-        self, first: int, last: int, states: _States, budget: float
-    ) -> tuple[_States, NDArray[np.int64], NDArray[np.int64]]:
+        self, first: int, last: int, states: _WalkStates, budget: float
+    ) -> tuple[_WalkStates, NDArray[np.int64], NDArray[np.int64]]:
         """Backward of units that kept nothing, the fastest way of each state: the states, which they were, and its memory."""
         memory, forwards = self._chain.part(first, last)
         few = np.unique(np.linspace(0, len(memory) - 1, min(_WAYS, len(memory))).astype(np.int64))
@@ -245,7 +249,7 @@ class _Walk:
         return states, chosen, memory[way]
 
     def _moved(
-        self, states: _States, moving: Floats, needed: int, seconds: float, rate: float, budget: float
+        self, states: _WalkStates, moving: Floats, needed: int, seconds: float, rate: float, budget: float
     ) -> tuple[Floats, Floats]:
         """What is still to move after a pass beside it, and how long the pass waits for memory."""
         waits = np.maximum(0, states.kept + moving + needed - budget)
@@ -268,14 +272,14 @@ class _Walk:
         return fetched_in_time(self._profile, found)
 
 
-def _joined(states: Sequence[_States]) -> _States:
+def _joined(states: Sequence[_WalkStates]) -> _WalkStates:
     if not states:
         none = np.zeros(0)
-        return _States(none, none, none, none, np.zeros((0, 4), np.int64))
-    return _States(*(np.concatenate(columns) for columns in zip(*states, strict=True)))
+        return _WalkStates(none, none, none, none, np.zeros((0, 4), np.int64))
+    return _WalkStates._make(np.concatenate(columns) for columns in zip(*states, strict=True))
 
 
-def _unbeaten(states: _States, forgiven: Floats) -> NDArray[np.int64]:
+def _unbeaten(states: _WalkStates, forgiven: Floats) -> NDArray[np.int64]:
     """The rows of states that no other beats, the fastest first.
 
     Args:
