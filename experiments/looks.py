@@ -42,6 +42,7 @@ LOOKS = {
     "rotor": SystemLook("Rotor", WINE, ".", hatch="||||"),
     "checkmate": SystemLook("Checkmate", WINE, "+", "--"),
     "pofo": SystemLook("POFO", WINE, "x", "-."),
+    "dtr": SystemLook("DTR", ROSE, "*", "-."),
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),

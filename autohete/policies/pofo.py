@@ -159,7 +159,7 @@ class _ChainWalk:
         return self._planned(decisions)
 
     def _thinned(self, unit: int, states: _WalkStates, budget: float, limit: float) -> tuple[_WalkStates, float]:
-        """The states that can end within ``limit`` and that no other beats; and the seconds of the best end without more copies.
+        """The states that can end within ``limit`` and that no other beats; and the seconds of the best end without copies.
 
         Of many, those are kept that would end first without further copies: if what has to move stays; if all waits until it is
         gone; or if it is gone at once.
