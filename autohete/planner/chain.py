@@ -108,9 +108,9 @@ class Chain:
                 self._ways(first, last, nested=True)
         self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
 
-    def whole(self) -> tuple[Numbers, Numbers]:
-        """The ways to compute all units: the memory of each, and the time of its forwards and recomputations."""
-        ways = self._ways(0, self._last, nested=True)
+    def onward(self, first: int) -> tuple[Numbers, Numbers]:
+        """The ways to compute the units from some unit on: the memory of each, and the time of its forwards."""
+        ways = self._ways(first, self._last, nested=True)
         return ways.memory, ways.time
 
     def part(self, first: int, last: int) -> tuple[Numbers, Numbers]:

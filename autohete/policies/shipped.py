@@ -15,6 +15,8 @@ from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.planner.optimistic import OptimisticJudge, capacities
 from autohete.policies.autohete import AutoHete
 from autohete.policies.capuchin import Capuchin
+from autohete.policies.dtr import Dtr
+from autohete.policies.flashneuron import FlashNeuron
 from autohete.policies.offload_activations import OffloadActivations
 from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
@@ -22,7 +24,7 @@ from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo)
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:

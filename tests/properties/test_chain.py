@@ -19,6 +19,7 @@ from autohete.planner.chain import Chain, Stage
 from autohete.planner.remat_program import least_recomputation
 from autohete.policies import parse_policy
 from autohete.policies.chain_costs import activation_budget_bytes, stages
+from autohete.policies.dtr import Iteration
 from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule, validate
 from autohete.simulate import judge_for, simulate_plan
@@ -235,6 +236,26 @@ def test_a_link_never_costs_time(profile: Profile, choice: int, less: int) -> No
     rotor, pofo = (judge(parse_policy(name).plan(asked, judge)) for name in ("rotor", "pofo"))
     assert pofo.verdict is Verdict.OK or rotor.verdict is not Verdict.OK
     assert pofo.seconds <= rotor.seconds or rotor.verdict is not Verdict.OK
+
+
+@settings(max_examples=25)
+@given(chains(1, 10), st.integers(0, 60))
+def test_what_is_dropped_in_time_fits_and_is_never_best_by_chance(profile: Profile, percent: int) -> None:
+    """Where DTR's iteration has stayed within the budget its plan does, too, and Rotor is at most as slow in that memory."""
+    peaks = [
+        peak_and_time(lower(profile, parse_policy(name).plan(profile, judge_for(profile))))[0]
+        for name in ("resident:checkpointing=none", "resident:checkpointing=full")
+    ]
+    budget = min(peaks) + (peaks[0] - min(peaks)) * percent // 60
+    asked = with_memory(profile, budget)
+    judge = judge_for(asked)
+    iteration = Iteration(asked, tensors=False)
+    iteration.run()
+    plan = parse_policy("dtr:tensors=off").plan(asked, judge)
+    peak, time = peak_and_time(lower(asked, plan))
+    assert peak <= budget or not iteration.fits
+    best = with_memory(profile, peak)
+    assert time >= peak_and_time(lower(best, parse_policy("rotor").plan(best, judge_for(best))))[1]
 
 
 def test_what_the_link_moves_in_time_is_not_recomputed() -> None:

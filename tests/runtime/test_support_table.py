@@ -33,7 +33,7 @@ BEGIN, END = "<!-- written by tests/runtime/test_support_table.py -->\n", "<!-- 
 BUDGETS = {
     **dict.fromkeys(("autohete", "joint"), "85%"),
     **dict.fromkeys(("block_swap", "megatron_hybrid"), "90%"),
-    **dict.fromkeys(("capuchin", "checkmate", "pofo", "rotor", "te_offload"), "95%"),
+    **dict.fromkeys(("capuchin", "checkmate", "dtr", "flashneuron", "pofo", "rotor", "te_offload"), "95%"),
 }
 #: With flags that move other values.
 FLAGS = ("l2l:paper", "resident:in_backward", "streamed_states:weights", "zero_infinity:offload_param")

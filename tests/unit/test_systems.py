@@ -650,3 +650,24 @@ def test_transformer_engine_offloads_whole_blocks(layers: int) -> None:
     assert {unit.kept.ahead for unit in plan.units if unit.kept.leaves} == {2 * (3 - layers)}
     assert BlockingCopies(Kind.OFFLOAD_ACTIVATIONS, overlapped=2 * (3 - layers)) in plan.rules
     assert simulate_plan(profile, plan).verdict is Verdict.OK
+
+
+# --- FlashNeuron --------------------------------------------------------------------------------------------------
+
+
+def test_flashneuron_sends_tensors_in_the_order_of_forward() -> None:
+    """What leaves is a prefix of what forward saves, just enough for 0.6 of the free memory to hold the rest."""
+    profile = profile_with(496, 1, selective=True)  # 240 of it are free without the 200 bytes that forward saves
+    plan = parse_policy("flashneuron").plan(profile, judge_for(profile))
+    first, second = plan.units[1:3]
+    assert (first.kept.home, first.saved) == ("nvme", ())
+    assert (second.kept.home, [one.name for one in second.saved]) == ("nvme", ["norm"])  # 40 + 4 + 16 exceed 56
+    assert not plan.units[3].activations_leave
+
+
+def test_flashneuron_has_a_place_besides_the_gpu() -> None:
+    """Tensors may rest on the host or in a place of the hardware, but not where they come from."""
+    profile = profile_with(400, 1)
+    assert parse_policy("flashneuron:place=host").plan(profile, judge_for(profile)).units[1].kept.home == "host"
+    with pytest.raises(InputError, match="flashneuron:place=gpu is where tensors come from"):
+        parse_policy("flashneuron:place=gpu")
