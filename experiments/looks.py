@@ -43,6 +43,7 @@ LOOKS = {
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
+    "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),
     "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s", hatch="/////"),
     "zero_offload:deepspeed=0.4.3": SystemLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "s", hatch="....."),
