@@ -38,7 +38,7 @@ from experiments.shared import FOLDER, Cell, Grid, Summaries, grid_lines, print_
 
 NAMES = ("hardware", "model")
 #: All but pipelines, which on one GPU are ordinary training.
-SYSTEMS = tuple(name for name in POLICIES if name != "pipeline")
+SYSTEMS = tuple(name for name in POLICIES if not name.startswith("pipeline"))
 
 
 def grid(machines: Sequence[str], models: Sequence[str], policies: Sequence[str], moved: Moved = ()) -> Grid:

@@ -284,10 +284,15 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
         again = {one.name for one in saved if one.selective} - routes.keys()
     kept = unit.kept if unit.kept.leaves else Route()
     names: dict[tuple[Route, bool], list[str]] = {}
+    staying = 0  # bytes of tensors of which a part leaves
     for name in sizes:
-        route = routes[name].route if name in routes else kept
+        route, share = (routes[name].route, routes[name].share) if name in routes else (kept, 1.0)
         names.setdefault((Route(), True) if name in again else (route if route.leaves else Route(), False), []).append(name)
-    unnamed = kept_bytes - sum(sizes.values())  # all that there is if nothing has a name
+        if share < 1:
+            names.setdefault((Route(), False), [])
+            staying += (less := sizes[name] - round(sizes[name] * share))
+            sizes[name] -= less
+    unnamed = kept_bytes - sum(sizes.values()) - staying  # all that there is if nothing has a name
     if unnamed or unit.saved or kept.leaves or all(recomputed for _, recomputed in names):
         names.setdefault((kept, False), [])
 
@@ -295,10 +300,11 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
         route, recomputed = key
         return not recomputed, route.leaves, route != kept
 
-    return tuple(
-        SavedPart(*key, sum(sizes[name] for name in names[key]) + unnamed * (key == (kept, False)), frozenset(names[key]))
-        for key in sorted(names, key=order)
-    )
+    def size(key: tuple[Route, bool]) -> int:
+        more = unnamed * (key == (kept, False)) + staying * (key == (Route(), False))
+        return sum(sizes[name] for name in names[key]) + more
+
+    return tuple(SavedPart(*key, size(key), frozenset(names[key])) for key in sorted(names, key=order))
 
 
 def kept_results(unit: UnitPlan, results: tuple[SavedSize, ...]) -> tuple[SavedPart, ...]:

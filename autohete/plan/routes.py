@@ -145,11 +145,13 @@ class SavedRoute:
         name: their name.
         route: where they rest until backward, and how early they come back.
         recomputed: they are released after forward, and made again before backward from the input and the other ones.
+        share: the fraction of their bytes that rests there; the others stay on the GPU. In pipelines only.
     """
 
     name: str
     route: Route = Route()
     recomputed: bool = False
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -159,6 +161,10 @@ class SavedRoute:
             raise InputError(f"{self.name} is recomputed, so it rests nowhere: leave route out, or do not recompute it")
         if self.route != Route(self.route.home, self.route.ahead):
             raise InputError(f"{self.name} is copied as it is, and as a whole: give home and ahead only")
+        if not 0 < self.share <= 1 or (self.share < 1 and not self.route.leaves):
+            raise InputError(
+                f"{self.share} of {self.name} leaves: give more than 0, at most 1, and 1 for what stays on the GPU"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +333,8 @@ class UnitPlan(Hashed):
             names = [one.name for one in some]
             if len(set(names)) < len(names):
                 raise InputError(f"{what} names {names}: give each name once")
+        if self.rank is None and any(one.share < 1 for one in (*self.saved, *self.results)):
+            raise InputError("a part of a tensor leaves the GPU in pipelines only: give share 1, or a rank")
         if self.activations is Activations.KEEP and (again := [one.name for one in self.saved if one.recomputed]):
             raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Protocol
 
 from autohete.errors import InputError, RuleError, check_fields
@@ -347,6 +347,39 @@ class GradientsLeaveAfterBackward(Rule):
         for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
             if copy.micro_batch == last.micro_batch:
                 tasks.after(copy, last)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationsByTurns(Rule):
+    """What a stage of a pipeline keeps of a micro-batch elsewhere leaves once all its forwards have ended, and comes back as a
+    whole. Each copy runs beside other passes of the rank, which waits for it: a copy away runs beside the next forwards of a
+    stage, or from the first backward on beside the next backwards and forwards; a copy back begins before the backwards that
+    precede its own, the first one before the forwards that do.
+    """
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        turns = [list(some) for _, some in groupby(tasks.passes, key=_turn)]
+        of = {task: place for place, some in enumerate(turns) for task in some}
+        backwards = [place for place, some in enumerate(turns) if some[0].kind is not Kind.FORWARD]
+        for away in tasks.of(Kind.OFFLOAD_ACTIVATIONS):
+            turn = of[TaskId(Kind.FORWARD, away.unit, away.micro_batch)]
+            tasks.after(away, turns[turn][-1])
+            later = [place for place in backwards if place > turn + 1]
+            waiting = turn + 2 if turn + 1 not in backwards else later[0] if later else None
+            if waiting is not None and waiting < len(turns):
+                tasks.after(turns[waiting][0], away)
+        for back in tasks.of(Kind.FETCH_ACTIVATIONS):
+            turn = of[tasks.first_backward(back.unit, back.micro_batch)]
+            tasks.after(turns[turn][0], back)
+            before = backwards[backwards.index(turn) - 1] if turn != backwards[0] else turn - 1
+            if before:
+                tasks.after(back, turns[before - 1][-1])
+
+
+def _turn(task: TaskId) -> tuple[int, bool]:
+    """The micro-batch of a pass, and whether it is a forward."""
+    return task.micro_batch, task.kind in (Kind.FORWARD, Kind.LOSS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import product
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from autohete.profile import Profile
 S = TypeVar("S")
 
 
-def combinations(system: Callable[..., S], **values: Iterable[object]) -> Iterator[S]:
+def combinations(system: type[S], **values: Iterable[object]) -> Iterator[S]:
     """Yield ``system`` with its default flags, then every other combination of ``values`` that it accepts."""
     default = system()
     yield default

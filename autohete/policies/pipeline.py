@@ -31,7 +31,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from itertools import accumulate, pairwise
 
 from autohete.errors import InputError, check_fields
@@ -85,22 +84,24 @@ class Pipeline:
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
         workload, gpus = profile.workload, profile.hardware.gpus
-        checkpointing = choosable(profile)
         given = _given_ranks(profile)
-        for ranks in (given,) if given else range(gpus, 1 if gpus > 1 else 0, -1):
+        whole = given or gpus
+        yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
+        for ranks in (given,) if given else range(gpus, 1, -1):
             most = workload.transformer_blocks // ranks
             if gpus % ranks or not most:
                 continue
-            chunks = (1,) if ranks == 1 or workload.micro_batches % ranks else sorted({1, min(2, most), most})
-            yield from combinations(
-                partial(cls, ranks=None if ranks in (gpus, given) else ranks, zero_stage=int(ranks < gpus)),
-                cut=if_several(profile, *StageCut),
-                chunks=chunks,
-                checkpointing=checkpointing,
-            )
+            for chunks in {1, most} if not workload.micro_batches % ranks else {1}:
+                if (ranks, chunks) != (whole, 1):
+                    one = cls(chunks=chunks, ranks=None if ranks == whole else ranks, zero_stage=int(ranks < gpus))
+                    yield from (replace(one, checkpointing=each) for each in choosable(profile))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
+        return with_checkpointing(self.checkpointing, lambda kept: self.plan_for(profile, kept), profile, judge)
+
+    def plan_for(self, profile: Profile, activations: Activations) -> Plan:
+        """The plan whose blocks keep these activations."""
         gpus = profile.hardware.gpus
         ranks = self.ranks or _given_ranks(profile) or gpus
         if gpus % ranks:
@@ -108,15 +109,11 @@ class Pipeline:
         rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)
         if not self.overlap_grad_reduce:
             rules = (*rules, ReductionsAfterBackward())
-
-        def plan_for(activations: Activations) -> Plan:
-            units = (UnitPlan(), *[UnitPlan(activations)] * (len(profile.units) - 2), UnitPlan())
-            staged = in_stages(units, self.cut, profile, ranks, self.chunks)
-            if ranks < gpus:
-                staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
-            return Plan("pipeline", staged, rules, pass_order=self.order)
-
-        return with_checkpointing(self.checkpointing, plan_for, profile, judge)
+        units = (UnitPlan(), *[UnitPlan(activations)] * (len(profile.units) - 2), UnitPlan())
+        staged = in_stages(units, self.cut, profile, ranks, self.chunks)
+        if ranks < gpus:
+            staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
+        return Plan("pipeline", staged, rules, pass_order=self.order)
 
 
 def _given_ranks(profile: Profile) -> int | None:

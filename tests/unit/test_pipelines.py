@@ -19,6 +19,7 @@ from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
@@ -379,6 +380,82 @@ def test_gpus_that_are_no_whole_pipelines_are_refused() -> None:
     small = analytic_profile(named_workload("gpt-2b", transformer_blocks=8), NODE.shared_by(4))
     with pytest.raises(InputError, match="4 GPUs cannot be pipelines of 3 each"):
         parse_policy("pipeline:ranks=3").plan(small, judge_for(small))
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=20)
+@given(st.integers(3, 4), st.integers(1, 2), st.integers(1, 2), st.integers(1, 100))
+def test_a_fraction_of_what_stages_save_leaves(ranks: int, chunks: int, groups: int, percent: int) -> None:
+    """Of each block but those of the last stage the fraction of bytes goes away and comes back, in any pipeline; a backward of
+    a stage begins once all of it is back, and a rank has what two of them need at most. Two executors agree.
+    """
+    workload = Workload(
+        "small", 256, 2 * ranks * chunks, 4, 1000, sequence_length=64, batch_size=2, micro_batches=ranks * groups,
+    )  # fmt: skip
+    hardware = replace(NODE, interconnect=Interconnect(8, 1e11, 1e-6)).shared_by(ranks)
+    profile = analytic_profile(workload, hardware)
+    name = f"pipeline_offload:percent={percent},chunks={chunks},checkpointing=none"
+    plan = parse_policy(name).plan(profile, judge_for(profile))
+    schedule = validate(lower(profile, plan))
+    sent, came = (
+        Counter[tuple[int, int]](
+            {
+                (unit, m): sum(b.size_bytes for t in schedule.tasks if t.id[:3] == (kind, unit, m) for b in t.allocates)
+                for unit in range(1, plan.stages[-1].start)
+                for m in range(workload.micro_batches)
+            }
+        )
+        for kind in (Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS)
+    )
+    whole, input_bytes = profile.units[1].activation_bytes, profile.units[1].input_bytes
+    assert sent == came
+    assert all(abs(size - whole * percent / 100) <= input_bytes / 2 + 1 for size in sent.values())
+    assert not any(t.id.unit in plan.stages[-1] for t in schedule.tasks if t.id.kind is Kind.OFFLOAD_ACTIVATIONS)
+    trace = SimExecutor().run(schedule, 3)
+    assert check_trace(trace) == []
+    assert (trace.start_ns == list_schedule(schedule, 3).start_ns).all()
+    starts_ns = {task.id: int(trace.start_ns[1, i]) for i, task in enumerate(schedule.tasks)}
+    ends_ns = {task.id: int(trace.end_ns[1, i]) for i, task in enumerate(schedule.tasks)}
+    for task, end in ends_ns.items():
+        if task.kind is Kind.FETCH_ACTIVATIONS:
+            stage = next(stage for stage in plan.stages if task.unit in stage)
+            assert starts_ns[TaskId(Kind.BACKWARD, stage[-1], task.micro_batch, task.rank)] >= end
+    for rank in range(ranks):
+        backs = sorted((starts_ns[t], ends_ns[t]) for t in starts_ns if t.rank == rank and t.kind is Kind.BACKWARD)
+        fetches = [t for t in starts_ns if t.rank == rank and t.kind is Kind.FETCH_ACTIVATIONS]
+        for begin, _ in backs:
+            here = {
+                (next(stage for stage in plan.stages if t.unit in stage), t.micro_batch)
+                for t in fetches
+                if starts_ns[t] < begin < ends_ns[TaskId(Kind.BACKWARD, t.unit, t.micro_batch, rank)]
+            }
+            assert len(here) <= 2
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_fewer_than_three_ranks_offload_nothing(gpus: int) -> None:
+    """The plan is that of a pipeline."""
+    profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=8, tied_embeddings=False), NODE.shared_by(gpus))
+    judge = judge_for(profile)
+    plans = [parse_policy(name).plan(profile, judge) for name in ("pipeline", "pipeline_offload:percent=50")]
+    assert plans[0] == plans[1]
+
+
+def test_the_least_fraction_that_fits_is_offloaded() -> None:
+    """What fits as it is stays; with less memory the smallest multiple of five percent goes with which the model fits."""
+    workload = Workload("small", 512, 8, 8, 1000, sequence_length=256, batch_size=4, micro_batches=8)
+    profile = analytic_profile(workload, NODE.shared_by(4))
+
+    def planned(profile: Profile, flags: str = "") -> Plan:
+        return parse_policy(f"pipeline_offload:checkpointing=none{flags}").plan(profile, judge_for(profile))
+
+    assert planned(profile) == planned(profile, ",percent=0")
+    most, least = (judge_for(profile)(planned(profile, f",percent={percent}")).gpu_peak_bytes for percent in (0, 100))
+    gpu = replace(profile.hardware.gpu, memory_bytes=(most + least) // 2, reserved_bytes=0)
+    small = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
+    plans = [planned(small, f",percent={percent}") for percent in range(0, 101, 5)]
+    place = plans.index(planned(small))
+    assert [judge_for(small)(plans[i]).verdict is Verdict.OK for i in (place - 1, place)] == [False, True]
 
 
 def test_one_rank_is_the_ordinary_schedule() -> None:
