@@ -22,16 +22,19 @@ if __name__ == "__main__" and not __package__:
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from cyclopts import App
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.path import Path as Stroke
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from autohete.answer.policies import JOINT, longest_first
 from autohete.answer.result import Candidate
@@ -53,8 +56,8 @@ SIZES = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)
 Cells = Mapping[tuple[str, float], BestFlags]
 #: For each system that trains, GPU memories in GiB, and the time of a token in ms with at most that.
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-#: Names are put at most so many points from where their lines begin.
-_FARTHEST = 150
+#: Names are put at most so many points from where their lines begin; a line behind one is as bad as so many points.
+_FARTHEST, _BEHIND = 120, 15
 
 
 def smallest(model: str, systems: Sequence[str], where: Where, jobs: int | None) -> dict[str, float | None]:
@@ -135,8 +138,9 @@ def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         marks = ticks(size for size in (8, 12, 16, 24, 32, 48, 64, 96, 128, 192) if size <= last)
-        axes.set_xticks(list(marks), list(marks.values()), minor=False)
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xticks(list(marks), list(marks.values()))
+        axes.minorticks_off()
+        axes.set_yticks([mantissa * 10.0**power for power in range(-3, 4) for mantissa in (1, 2, 5)])
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         times = [milliseconds for points in drawn.values() for _, milliseconds in points]
         axes.set_xlim(min(points[0][0] for points in drawn.values()) / 1.25, last)
@@ -148,7 +152,7 @@ def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
         figure.suptitle(title + without, fontsize=8)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # names are put where they are free now
-        _put_names(axes, {name: points[0] for name, points in drawn.items()})
+        _put_names(axes, drawn)
     return figure
 
 
@@ -157,42 +161,53 @@ def _steps(axes: Axes, points: Sequence[tuple[float, float]], last: float, **how
     axes.step([x for x, _ in ends], [y for _, y in ends], where="post", **how)
 
 
-def _put_names(axes: Axes, begins: Mapping[str, tuple[float, float]]) -> None:
-    """Write each name near the beginning of its line, the nearest place first at which nothing else is written or marked."""
+def _put_names(axes: Axes, drawn: Curves) -> None:
+    """Write each name near the beginning of its line, where nothing else is written or marked: as near as can be without
+    lines behind it, and names behind the stroke that leads to it.
+    """
     points = axes.figure.dpi / 72
-    marks = {name: axes.transData.transform(begin) for name, begin in begins.items()}
-    taken = [Bbox.from_extents(x - 3 * points, y - 3 * points, x + 3 * points, y + 3 * points) for x, y in marks.values()]
+    marks = {name: axes.transData.transform(line[0]) for name, line in drawn.items()}
+    taken = [Bbox.from_extents(x, y, x, y).padded(3 * points) for x, y in marks.values()]
+    strokes = [stroke for line in axes.lines for stroke in _strokes(axes.transData.transform(line.get_xydata()))]
     inside = axes.get_window_extent()
-    halo = [withStroke(linewidth=1.5, foreground="white")]
     for name, (x, y) in sorted(marks.items(), key=lambda mark: (mark[1][0], -mark[1][1])):
         text = axes.annotate(
             look(name).label,
-            begins[name],
+            drawn[name][0],
             (0, 0),
             textcoords="offset points",
             fontsize=6.5,
             va="center",
             zorder=5,
-            path_effects=halo,
+            path_effects=[withStroke(linewidth=1.5, foreground="white")],
             arrowprops={"arrowstyle": "-", "color": look(name).ink, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
         )
-        size = text.get_window_extent()
+        size, places = text.get_window_extent(), list[tuple[float, float, float, Bbox]]()
         for right, up in _offsets():
             left = x + right * points - (0 if right >= 0 else size.width)
             box = Bbox.from_bounds(left, y + up * points - size.height / 2, size.width, size.height)
-            free = not box.padded(points).count_overlaps(taken)
-            if free and inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1:
-                text.set(position=(right, up), horizontalalignment="left" if right >= 0 else "right")
-                taken.append(box)
-                break
+            within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if within and not box.padded(points).count_overlaps(taken):
+                leader = Stroke([(x, y), (x + right * points, y + up * points)])
+                crossed = sum(leader.intersects_bbox(other, filled=True) for other in taken[len(marks) :])
+                cost = math.hypot(right, up) + _BEHIND * (box.count_overlaps(strokes) + 2 * crossed)
+                places.append((cost, right, up, box))
+        if places:
+            _, right, up, box = min(places, key=lambda place: place[0])
+            text.set(position=(right, up), horizontalalignment="left" if right >= 0 else "right")
+            taken.append(box)
+
+
+def _strokes(path: NDArray[np.float64]) -> Iterator[Bbox]:
+    """The strokes of a line of steps, between corners in pixels."""
+    for (x, y), (right, up) in pairwise(path):
+        yield Bbox.from_extents(min(x, right), min(y, up), max(x, right), max(y, up)).padded(1)
 
 
 def _offsets() -> Iterator[tuple[float, float]]:
-    """Places around a mark in points, the nearest first."""
-    for distance in count(6, 3):
-        if distance > _FARTHEST:
-            return
-        for angle in (0, 180, 30, -30, 150, -150, 60, -60, 120, -120, 85, -85, 95, -95):
+    """Places around a mark, in points; those before it first, since its line goes on to the right."""
+    for distance in range(6, _FARTHEST, 4):
+        for angle in (180, 165, -165, 150, -150, 120, -120, 95, -95, 85, -85, 60, -60, 30, -30, 0):
             yield distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
 
 
