@@ -71,7 +71,7 @@ LOOKS: dict[Kind, Look] = {
     Kind.GATHER_UPDATED: Look(ORANGE, "......"),
     Kind.SEND_INPUT: Look(YELLOW, "//////"),
     Kind.SEND_INPUT_GRADIENT: Look(YELLOW, "xxxxxx"),
-    Kind.PLACE_UPDATE: Look(GREY),
+    Kind.PLACE_UPDATE: Look(GREY, "\\\\\\\\\\\\"),
     Kind.READ_UPDATED: Look(ORANGE, "xxxxxx"),
     Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
     Kind.CLIP: Look(BLUE, "++++++"),
