@@ -105,8 +105,8 @@ class MegatronHybrid:
 
 
 def _on_cpu(profile: Profile, percent: int) -> Iterator[int]:
-    """For each unit, the elements that are the CPU's: those of whole tensors, until so many percent are reached. Of a unit whose
-    optimizer updates it as a whole, these are all or none.
+    """For each unit, the elements that are the CPU's: those of whole tensors, until so many percent are reached. Of a unit that
+    is updated as a whole, these are all or none.
     """
     threshold = sum(unit.trained_parameters for unit in profile.units) * percent / 100
     before = 0
