@@ -63,6 +63,7 @@ LOOKS = {
     "mlp_offload": SystemLook("MLP-Offload", FOREST, "H", ":"),
     "ratel": SystemLook("Ratel", ROSE, "D", "-."),
     "megatron_hybrid": SystemLook("Megatron-LM, CPU offload", YELLOW, "X", ":"),
+    "superoffload": SystemLook("SuperOffload", "#8C564B", "s", "--"),
     "smart_infinity": SystemLook("Smart-Infinity", INDIGO, "*", ":"),
     "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
     "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--", "\\\\\\"),
