@@ -32,7 +32,7 @@ _FEW = 3
 def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
     """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps."""
     plan = without_frozen(profile, plan)
-    found: Counter[str] = Counter()
+    found = Counter(dict.fromkeys((home for unit in plan.units for home in unit.homes), 0))
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
         found[buffer.memory] += buffer.size_bytes
     if pinned_memory(profile) == PINNED_MEMORY:
@@ -84,7 +84,7 @@ class OptimisticJudge:
 
     def _judged(self, plan: Plan) -> Judgement:
         used = lower_bytes(self._profile, plan)
-        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, 0)]
+        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, -1)]
         if short:
             return Judgement(Verdict.short_of(GPU_MEMORY if GPU_MEMORY in short else short[0]), 0.0, used, exact=False)
         seconds = self.seconds(plan)

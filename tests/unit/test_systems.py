@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -21,6 +22,7 @@ from autohete.lowering import lower
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
+from autohete.planner.optimistic import OptimisticJudge
 from autohete.policies import POLICIES, parse_policy, search_space
 from autohete.policies.host_arrays import SUB_GROUP, sub_groups, tensors
 from autohete.policies.too_large import surely_exceeds_gpu
@@ -655,3 +657,12 @@ def test_flashneuron_has_a_place_besides_the_gpu() -> None:
     assert parse_policy("flashneuron:place=host").plan(profile, judge_for(profile)).units[1].kept.home == "host"
     with pytest.raises(InputError, match="flashneuron:place=gpu is where tensors come from"):
         parse_policy("flashneuron:place=gpu")
+
+
+def test_joint_plans_where_a_system_lacks_its_place() -> None:
+    """Saved tensors that would rest in a place that the hardware does not have fit nowhere; joint goes on with the others."""
+    profile = profile_with(400, 1)
+    profile = replace(profile, hardware=replace(profile.hardware, places=()))
+    plan = parse_policy("flashneuron").plan(profile, OptimisticJudge(profile, math.inf))
+    assert OptimisticJudge(profile, math.inf)(plan).verdict == "nvme-out-of-memory"
+    assert judge_for(profile)(parse_policy("joint").plan(profile, judge_for(profile))).verdict is Verdict.OK
