@@ -47,6 +47,7 @@ LOOKS = {
     "offload_activations": SystemLook("vDNN", SAND, ">", ":"),
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
+    "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),
     "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s", hatch="/////"),
     "zero_offload:deepspeed=0.4.3": SystemLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "s", hatch="....."),

@@ -666,3 +666,17 @@ def test_joint_plans_where_a_system_lacks_its_place() -> None:
     plan = parse_policy("flashneuron").plan(profile, OptimisticJudge(profile, math.inf))
     assert OptimisticJudge(profile, math.inf)(plan).verdict == "nvme-out-of-memory"
     assert judge_for(profile)(parse_policy("joint").plan(profile, judge_for(profile))).verdict is Verdict.OK
+
+
+# --- SuperNeurons -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu_bytes", "leaving"), [(356, 0), (355, 1), (348, 1)])
+def test_superneurons_sends_the_oldest_kept_outputs_that_do_not_fit(gpu_bytes: int, leaving: int) -> None:
+    """Cheap tensors are always made again; of what is kept the first blocks' goes to the host, no more than has to."""
+    profile = profile_with(gpu_bytes, 1, selective=True)
+    plan = parse_policy("superneurons").plan(profile, judge_for(profile))
+    assert [unit.activations_leave for unit in plan.units[1:-1]] == [True] * leaving + [False] * (3 - leaving)
+    assert all([(one.name, one.recomputed) for one in unit.saved] == [("norm", True)] for unit in plan.units[1:-1])
+    everything = parse_policy("superneurons:cache=off").plan(profile, judge_for(profile))
+    assert all(unit.activations_leave for unit in everything.units[1:-1])
