@@ -34,7 +34,7 @@ def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
     of a pipeline, the one that holds most.
     """
     plan = without_frozen(profile, plan)
-    found: Counter[str] = Counter()
+    found = Counter(dict.fromkeys((home for unit in plan.units for home in unit.homes), 0))
     of_ranks: Counter[int] = Counter()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
         if plan.is_pipeline and buffer.memory == GPU_MEMORY and buffer.id.unit is not None:
@@ -93,7 +93,7 @@ class OptimisticJudge:
 
     def _judged(self, plan: Plan) -> Judgement:
         used = lower_bytes(self._profile, plan)
-        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, 0)]
+        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, -1)]
         if short:
             return Judgement(Verdict.short_of(GPU_MEMORY if GPU_MEMORY in short else short[0]), 0.0, used, exact=False)
         seconds = self.seconds(plan)

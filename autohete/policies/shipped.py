@@ -21,10 +21,11 @@ from autohete.policies.offload_activations import OffloadActivations
 from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
+from autohete.policies.superneurons import SuperNeurons
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron)
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron, SuperNeurons)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
