@@ -51,14 +51,14 @@ class Judged:
         best: tuple[Simulation, NamedPolicy, tuple[str, ...]] | None = None
         policies = [parse_policy(name) for name in self.names]
         for least, policy in self._hopeful(policies) if len(policies) > 1 else ():
-            if best is not None and least >= best[0].iteration_seconds:
+            if best is not None and least >= _seconds_per_batch(best[0]):
                 break
             with suppress(AutoHeteError):  # does not fit, or cannot plan this
                 found = simulate_policy(self.profile, policy)
                 able = self._runs_in(found, policy)
                 if found.verdict is not Verdict.OK or (self.runnable and not {*able} & {*self.runnable}):
                     continue
-                if best is None or found.iteration_seconds < best[0].iteration_seconds:
+                if best is None or _seconds_per_batch(found) < _seconds_per_batch(best[0]):
                     best = found, policy, able
         if best is not None:
             return Candidate(summarize(*best[:2]), best[0].plan, runs_in=best[2])
@@ -71,14 +71,19 @@ class Judged:
         return runs_in(Decided(self.profile, policy.system, found.plan, found.iteration_seconds, found.gpu.peak_bytes))
 
     def _hopeful(self, policies: Sequence[NamedPolicy]) -> list[tuple[float, NamedPolicy]]:
-        """What may fit, with a lower bound of its time, the lowest first."""
+        """What may fit, with a lower bound of its time for a batch, the lowest first."""
         optimist, found = OptimisticJudge(self.profile, math.inf), []
         for policy in policies:
             with suppress(AutoHeteError):
-                judged = optimist(policy.plan(self.profile, optimist))
+                plan = policy.plan(self.profile, optimist)
+                judged = optimist(plan)
                 if judged.verdict is Verdict.OK:
-                    found.append((judged.seconds, policy))
+                    found.append((judged.seconds / plan.batches(self.profile.hardware.gpus), policy))
         return sorted(found, key=lambda one: one[0])
+
+
+def _seconds_per_batch(found: Simulation) -> float:
+    return found.iteration_seconds / found.plan.batches(found.profile.hardware.gpus)
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

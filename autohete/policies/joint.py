@@ -7,7 +7,8 @@
   most of these combinations.
 - Copies, casts, updates and rules are AutoHete's (``autohete.py``), so any gain over it comes from the decisions.
 - The plans of the shipped systems are tried as well, with every flag that their users can choose and with that system's rules,
-  formats and footprint, and used if faster. So this is never slower than any of them that trains synchronously.
+  formats and footprint, and used if faster. So this is never slower than any of them that trains
+  synchronously and has a batch on each GPU.
 
 A linear program over lower bounds of the time and of the memory chooses the start; simulations continue from there
 (``autohete/planner/joint_search.py``).

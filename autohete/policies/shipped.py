@@ -1,4 +1,6 @@
-"""The plans of the shipped systems, with every combination of flags that their users can choose."""
+"""The plans of the shipped systems, with every combination of flags that their users can choose: of those whose GPUs train a
+batch each. Ranks of a pipeline share one, so their iterations are of other work.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from autohete.planner.optimistic import OptimisticJudge, capacities
 from autohete.policies.autohete import AutoHete
 from autohete.policies.capuchin import Capuchin
 from autohete.policies.offload_activations import OffloadActivations
+from autohete.policies.pipeline import Pipeline
+from autohete.policies.pipeline_offload import PipelineOffload
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
 _STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor)
+#: Systems whose GPUs share a batch.
+_PIPELINES = (Pipeline, PipelineOffload)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -49,7 +55,7 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
         return
     states = sum(profile.state_bytes(i) + profile.parameter_bytes(i) for i in range(len(profile.units)))
     for system in policies.POLICIES.values():
-        if system is but or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+        if system is but or system in _PIPELINES or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
             continue
         for variant in policies.variants(system, profile):
             if isinstance(variant, AutoHete):  # has bounds of its own
@@ -76,7 +82,7 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
     for system in policies.POLICIES.values():
-        for variant in () if system in (but, AutoHete) else policies.variants(system, profile):
+        for variant in () if system in (but, AutoHete, *_PIPELINES) else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue
