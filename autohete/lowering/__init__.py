@@ -9,7 +9,7 @@ add order (``autohete/plan/rules.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
@@ -29,7 +29,7 @@ from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
 from autohete.lowering.sizes import sizes_of
 from autohete.lowering.slots import least_slots, lives_of, share_slots
-from autohete.lowering.stages import PipelineRank, joined, ranks_of
+from autohete.lowering.stages import PipelineRank, joined, of_one_rank, ranks_of
 from autohete.lowering.tied import copied_parameters, on_one_rank, with_copy
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
@@ -87,7 +87,7 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
     for name in _updating(plan):
         _check_computes(hardware, name, dict(lowered.places)[name])
-    alike = _of_one_rank(profile, plan)
+    alike = of_one_rank(profile, plan)
     flows, resources = shared_bandwidth(alike.hardware, places, uses_cpu=lowered.uses_cpu)
     memories = _memories(hardware, {place.name: place.capacity_bytes for place in places})
     if plan.is_pipeline:
@@ -195,7 +195,7 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         )
     if plan.is_pipeline:
         _check_pipeline(profile, plan)
-    profile = _of_one_rank(profile, plan)
+    profile = of_one_rank(profile, plan)
     shards = Shards(profile, plan)
     shards.check()
     ordered = [_ordered(profile, plan, shards, rank) for rank in ranks_of(plan, profile.workload.micro_batches)]
@@ -359,13 +359,6 @@ def _check_pipeline(profile: Profile, plan: Plan) -> None:
         )
 
 
-def _of_one_rank(profile: Profile, plan: Plan) -> Profile:
-    """The profile of the GPUs that compute the same units: all, or those with the same place in pipelines side by side."""
-    if plan.ranks == 1:
-        return profile
-    return replace(profile, hardware=replace(profile.hardware, gpus=profile.hardware.gpus // plan.ranks))
-
-
 def _written_out(hardware: Hardware, plan: Plan) -> Ranks:
     """The ranks of one of the pipelines, which all do the same."""
     return Ranks(hardware, pipelines=hardware.gpus // plan.ranks)
@@ -485,6 +478,8 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> 
     parameters.refresh_all()
     if shards.is_frozen(rank.units[0]):  # otherwise the first forward waits for its update, and so for the last backward
         builder.after(builder.passes[0], builder.passes[-1], back=1)
+    if plan.ranks > 1 and rank.units[-1] < profile.first_trained:  # it has no backward that would wait for another rank
+        builder.after(builder.passes[0], builder.of(Kind.SEND_INPUT)[-1], back=1)
     return builder, parameters.stays
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import zip_longest
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from autohete.analysis.ranks import Ranks
 from autohete.lowering.builder import Builder
 from autohete.lowering.durations import Duration
 from autohete.plan import PassOrder, Plan
+from autohete.profile import Profile
 from autohete.schedule import Task, TaskId
 
 
@@ -46,6 +47,13 @@ class PipelineRank:
     def units(self) -> tuple[int, ...]:
         """Its units, lowest first."""
         return tuple(unit for stage in self.stages for unit in stage)
+
+
+def of_one_rank(profile: Profile, plan: Plan) -> Profile:
+    """The profile of the GPUs that compute the same units: all, or those with the same place in pipelines side by side."""
+    if plan.ranks == 1:
+        return profile
+    return replace(profile, hardware=replace(profile.hardware, gpus=profile.hardware.gpus // plan.ranks))
 
 
 def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:

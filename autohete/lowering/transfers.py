@@ -30,6 +30,8 @@ class Transfers:
         if task.kind is Kind.FORWARD and self._is_border(unit):
             receive = self._add(Kind.SEND_INPUT, unit, m, unit - 1, unit)
             self._compute.receive_input(receive)
+            if not m and unit <= self._profile.first_trained:  # nothing goes back: the sender would be iterations ahead
+                self._builder.after(receive, self._builder.passes[-1], back=1)
             return receive
         if task.kind is Kind.BACKWARD and self._is_border(unit + 1):
             receive = self._add(Kind.SEND_INPUT_GRADIENT, unit + 1, m, unit + 1, unit)

@@ -16,6 +16,7 @@ from autohete.lowering.copies import lane_between
 from autohete.lowering.footprint import pinned_memory, resident_buffers
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.shards import Shards
+from autohete.lowering.stages import of_one_rank
 from autohete.plan import Plan
 from autohete.plan.moves import When
 from autohete.plan.policy import Judgement, Verdict
@@ -33,7 +34,7 @@ def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
     """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps. Of the GPUs
     of a pipeline, the one that holds most.
     """
-    plan = without_frozen(profile, plan)
+    profile, plan = of_one_rank(profile, plan), without_frozen(profile, plan)
     found = Counter(dict.fromkeys((home for unit in plan.units for home in unit.homes), 0))
     of_ranks: Counter[int] = Counter()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
@@ -97,21 +98,22 @@ class OptimisticJudge:
         if short:
             return Judgement(Verdict.short_of(GPU_MEMORY if GPU_MEMORY in short else short[0]), 0.0, used, exact=False)
         seconds = self.seconds(plan)
-        never = seconds < self._limit and never_fits(self._few, plan)
+        few = self._few if plan.ranks == 1 else self._profile  # ranks may need as many micro-batches as they divide
+        never = seconds < self._limit and never_fits(few, plan)
         return Judgement(Verdict.GPU_OUT_OF_MEMORY if never else Verdict.OK, seconds, used, exact=False)
 
     def seconds(self, plan: Plan) -> float:
         """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile."""
         profile = self._profile
-        if plan.is_pipeline:  # whose GPUs share the passes, and exchange less
-            return self.least_seconds
+        again = sum(recompute_seconds(profile, i, unit) for i, unit in enumerate(plan.units))
+        passes = self._passes + again * profile.workload.micro_batches
+        if plan.is_pipeline:  # whose GPUs share the passes
+            return passes - self._rounding
         key = plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
         plan = without_frozen(profile, plan)
         if key not in self._costs:
             self._costs[key] = Costs(profile, replace(plan, rules=(), slots=None, delayed=False))
         costs = [self._costs[key].of(i, unit) for i, unit in enumerate(plan.units)]
-        again = sum(recompute_seconds(profile, i, unit) for i, unit in enumerate(plan.units))
-        passes = self._passes + again * profile.workload.micro_batches
         updates = sum(one.cpu_update for one in costs)
         lanes = [H2D, D2H]
         for place in profile.hardware.places:

@@ -40,7 +40,7 @@ from autohete.schedule import HOST_MEMORY
 #: The fewest ranks that offload.
 _RANKS = 3
 #: The fractions that are tried, in percent.
-_PERCENT = range(0, 101, 5)
+_PERCENT = range(0, 101, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PipelineOffload:
     """A pipeline that offloads a fraction of what forward saves.
 
     Args:
-        percent: the fraction. None: the smallest multiple of 5 with which the model fits.
+        percent: the fraction. None: the smallest multiple of 10 with which the model fits.
         chunks, ranks, zero_stage: see :class:`autohete.policies.pipeline.Pipeline`.
         checkpointing: full, selective, none, or the better of full and none. With full, nothing is offloaded.
     """
@@ -87,7 +87,7 @@ class PipelineOffload:
 
             percent = self.percent
             if percent is None:
-                percent = _PERCENT[bisect_left(_PERCENT[:-1], True, key=fits)]
+                percent = 0 if fits(0) else _PERCENT[bisect_left(_PERCENT[:-1], True, lo=1, key=fits)]
             return _offloading(staying, profile, percent)
 
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)

@@ -1,4 +1,6 @@
-"""The plans of the shipped systems, with every combination of flags that their users can choose."""
+"""The plans of the shipped systems, with every combination of flags that their users can choose: of those whose GPUs train a
+batch each. Ranks of a pipeline share one, so their iterations are of other work.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ from autohete.policies.capuchin import Capuchin
 from autohete.policies.dtr import Dtr
 from autohete.policies.flashneuron import FlashNeuron
 from autohete.policies.offload_activations import OffloadActivations
+from autohete.policies.pipeline import Pipeline
+from autohete.policies.pipeline_offload import PipelineOffload
 from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
@@ -26,6 +30,8 @@ from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
 _STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron, SuperNeurons)
+#: Systems whose GPUs have memories of their own, each with other needs.
+_PIPELINES = (Pipeline, PipelineOffload)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -80,7 +86,7 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
     for system in _systems(but):
-        for variant in () if system is AutoHete else policies.variants(system, profile):
+        for variant in () if system in (AutoHete, *_PIPELINES) else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue

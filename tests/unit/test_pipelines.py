@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,12 +21,13 @@ from autohete.hardware import Interconnect, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, PassOrder, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Verdict
-from autohete.policies import parse_policy
+from autohete.planner.optimistic import OptimisticJudge, lower_bytes
+from autohete.policies import parse_policy, search_space
 from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
-from autohete.simulate import judge_for, simulate_plan
+from autohete.simulate import judge_for, simulate_plan, simulate_policy
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
@@ -442,7 +444,7 @@ def test_fewer_than_three_ranks_offload_nothing(gpus: int) -> None:
 
 
 def test_the_least_fraction_that_fits_is_offloaded() -> None:
-    """What fits as it is stays; with less memory the smallest multiple of five percent goes with which the model fits."""
+    """What fits as it is stays; with less memory the smallest multiple of ten percent goes with which the model fits."""
     workload = Workload("small", 512, 8, 8, 1000, sequence_length=256, batch_size=4, micro_batches=8)
     profile = analytic_profile(workload, NODE.shared_by(4))
 
@@ -453,7 +455,7 @@ def test_the_least_fraction_that_fits_is_offloaded() -> None:
     most, least = (judge_for(profile)(planned(profile, f",percent={percent}")).gpu_peak_bytes for percent in (0, 100))
     gpu = replace(profile.hardware.gpu, memory_bytes=(most + least) // 2, reserved_bytes=0)
     small = replace(profile, hardware=replace(profile.hardware, gpu=gpu))
-    plans = [planned(small, f",percent={percent}") for percent in range(0, 101, 5)]
+    plans = [planned(small, f",percent={percent}") for percent in range(0, 101, 10)]
     place = plans.index(planned(small))
     assert [judge_for(small)(plans[i]).verdict is Verdict.OK for i in (place - 1, place)] == [False, True]
 
@@ -584,6 +586,37 @@ def test_pipelines_are_compared_by_tokens() -> None:
     assert found[0].seconds < found[1].seconds
     assert found[0].seconds_per_token > found[1].seconds_per_token
     assert [each.name for each in ranked(found)] == ["resident:zero_stage=3", "pipeline"]
+
+
+def test_the_best_pipeline_trains_the_most_tokens() -> None:
+    """Of all flags those are taken that are fastest for each batch, though other pipelines have shorter iterations of fewer."""
+    workload = named_workload("gpt-2b", transformer_blocks=8, tied_embeddings=False, batch_size=1, micro_batches=4)
+    profile = analytic_profile(workload, NODE.shared_by(4))
+    names = search_space("pipeline", profile)
+    found = Judged(profile, names)()
+    rates = {name: simulate_policy(profile, parse_policy(name)).tokens_per_second for name in names}
+    assert found.name == max(rates, key=rates.__getitem__)
+    assert found.summary.tokens_per_second == pytest.approx(max(rates.values()))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_bounds_of_pipelines_hold(data: st.DataObject) -> None:
+    """No rank is faster and none fits in less than an average one is said to."""
+    drawn = replace(data.draw(strategies.profiles(max_micro_batches=4)))
+    join = Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)
+    ranks, apart = data.draw(st.integers(2, min(3, len(drawn.units)))), data.draw(st.integers(1, 2))
+    hardware = replace(drawn.hardware, shared_cores=None, interconnect=join).shared_by(ranks * apart)
+    workload = replace(drawn.workload, tied_embeddings=False)
+    profile = replace(drawn, hardware=hardware, workload=workload)
+    ends = [len(profile.units) * rank // ranks for rank in range(1, ranks)]
+    units = tuple(UnitPlan(rank=sum(unit >= end for end in ends)) for unit in range(len(profile.units)))
+    plan = Plan("by hand", units, pass_order=data.draw(st.sampled_from(PassOrder)))
+    bound, found = OptimisticJudge(profile, math.inf)(plan), simulate_plan(profile, plan)
+    assert bound.seconds <= found.iteration_seconds
+    assert bound.verdict is Verdict.OK or found.verdict is not Verdict.OK
+    assert lower_bytes(profile, plan)[GPU_MEMORY] <= max(one.peak_bytes for one in found.memories)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
