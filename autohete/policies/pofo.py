@@ -113,6 +113,7 @@ class _ChainWalk:
         self._stages = stages(profile)
         self._budget = activation_budget_bytes(profile)
         self._chain = Chain(self._stages, self._budget)
+        self._known: dict[tuple[int, int], tuple[NDArray[np.int64], Floats]] = {}
         self._left = [sum(stage.left_bytes for stage in self._stages[unit + 1 :]) for unit in range(len(self._stages))]
         times = profile.units[self._first :]
         self._forward, self._backward = ([getattr(t, f"{way}_seconds") for t in times] for way in ("forward", "backward"))
@@ -145,7 +146,9 @@ class _ChainWalk:
             limit = min(limit, least)
             if len(reached[unit].kept) == 0:
                 continue
-            for target, states in (*self._keeping(unit, reached[unit], budget), *self._dropping(unit, reached[unit], budget)):
+            for target, states in self._keeping(unit, reached[unit], budget):
+                at[target].append(states)
+            for target, states in self._dropping(unit, reached[unit], budget, limit):
                 at[target].append(states)
         ends = _joined(at[count])
         if len(ends.kept) == 0:
@@ -210,7 +213,7 @@ class _ChainWalk:
                 _WalkStates(fitting.kept + own * (not goes), leaving + own * goes, coming + own * goes, seconds, origin),
             )
 
-    def _dropping(self, first: int, before: _WalkStates, budget: float) -> Iterator[tuple[int, _WalkStates]]:
+    def _dropping(self, first: int, before: _WalkStates, budget: float, limit: float) -> Iterator[tuple[int, _WalkStates]]:
         """A forward that keeps its input, with the units up to some other that keep nothing."""
         for goes in (False, True):
             given, states = self._stages[first].input_bytes, before
@@ -226,18 +229,29 @@ class _ChainWalk:
                 if last == first:
                     leaving = leaving + given * goes
                 states = states._replace(leaving=leaving, seconds=states.seconds + waited + self._forward[last])
+                least = self._ways(first, last)[1][-1] + sum(self._forward[last + 1 :]) + sum(self._backward[last + 1 :])
+                hopeful = states.seconds + least <= limit * (1 + 1e-6)
+                if not hopeful.any():
+                    break
+                states, rows = states.where(hopeful), rows[hopeful]
                 again, chosen, memory = self._again(first, last, states, budget)
                 origin = np.column_stack([np.full_like(chosen, first), rows[chosen], np.full_like(chosen, goes), memory])
                 coming = again.coming + given * goes
                 yield last + 1, again._replace(kept=again.kept + given * (not goes), coming=coming, origin=origin)
 
+    def _ways(self, first: int, last: int) -> tuple[NDArray[np.int64], Floats]:
+        """Some ways to compute units again with their backward: memory, and seconds, the most first."""
+        if (first, last) not in self._known:
+            memory, forwards = self._chain.part(first, last)
+            few = np.unique(np.linspace(0, len(memory) - 1, min(_WAYS, len(memory))).astype(np.int64))
+            self._known[first, last] = memory[few], forwards[few] * 1e-9 + sum(self._backward[first : last + 1])
+        return self._known[first, last]
+
     def _again(
         self, first: int, last: int, states: _WalkStates, budget: float
     ) -> tuple[_WalkStates, NDArray[np.int64], NDArray[np.int64]]:
         """Backward of units that kept nothing, the fastest way of each state: the states, which they were, and its memory."""
-        memory, forwards = self._chain.part(first, last)
-        few = np.unique(np.linspace(0, len(memory) - 1, min(_WAYS, len(memory))).astype(np.int64))
-        memory, passes = memory[few], forwards[few] * 1e-9 + sum(self._backward[first : last + 1])
+        memory, passes = self._ways(first, last)
         room = budget - self._left[last] - states.kept[:, None] - memory
         waits = np.maximum(0, states.coming[:, None] - room)
         seconds = np.where(room >= 0, passes + waits / self._back, np.inf)
