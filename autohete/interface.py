@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autohete.answer import SYSTEM_BYTES, Answer, Sampling, Site, find_answer
-from autohete.hardware import Hardware, load_hardware
+from autohete.hardware import Hardware, load_hardware, parse_parallel
 from autohete.plan.policy import Policy
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
@@ -22,7 +22,8 @@ def simulate_training(
     policy: Policy | str = "autohete",
     *,
     overrides: Mapping[str, str] | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
+    parallel: str | None = None,
 ) -> Simulation:
     """Simulate training under one policy, with all of the host's memory.
 
@@ -32,7 +33,8 @@ def simulate_training(
         hardware: the whole node, or where :func:`~autohete.hardware.load_hardware` reads it.
         policy: a policy, or its name with flags.
         overrides: hardware figures by dotted key, as text with unit, if the hardware is read.
-        gpus: GPUs that train together.
+        gpus: GPUs that train together; None: one, or as many as ``parallel`` takes.
+        parallel: how they divide each batch, such as ``tp=4,dp=2``; see :class:`~autohete.hardware.Parallelism`.
 
     Raises:
         InputError: something is unknown or invalid.
@@ -40,7 +42,7 @@ def simulate_training(
     """
     node = hardware if isinstance(hardware, Hardware) else load_hardware(hardware, overrides)
     asked = parse_policy(policy) if isinstance(policy, str) else policy
-    return simulate(_workload(workload), node.shared_by(gpus), asked)
+    return simulate(_workload(workload), node.shared_by(*parse_parallel(parallel, gpus)), asked)
 
 
 def plan_training(
@@ -48,7 +50,8 @@ def plan_training(
     hardware: str | Path,
     *,
     overrides: Mapping[str, str] | None = None,
-    gpus: int = 1,
+    gpus: int | None = None,
+    parallel: str | None = None,
     policies: Sequence[str] | None = None,
     tokens: int = 10**9,
     system_bytes: int = SYSTEM_BYTES,
@@ -61,7 +64,8 @@ def plan_training(
         workload: as for :func:`simulate_training`.
         hardware: a preset's name or a file, whose figures are varied.
         overrides: hardware figures by dotted key, as text with unit.
-        gpus: GPUs that train together.
+        gpus: GPUs that train together; None: one, or as many as ``parallel`` takes.
+        parallel: how they divide each batch, such as ``tp=4,dp=2``; see :class:`~autohete.hardware.Parallelism`.
         policies: names with flags; None: all.
         tokens: of the whole training.
         system_bytes: host memory that is left to the system.
@@ -71,8 +75,9 @@ def plan_training(
     Raises:
         InputError: something is unknown or invalid.
     """
-    site = Site(str(hardware), overrides or {}, gpus)
-    profile = analytic_profile(_workload(workload), site.whole().shared_by(gpus))
+    count, parallelism = parse_parallel(parallel, gpus)
+    site = Site(str(hardware), overrides or {}, count, parallelism=parallelism)
+    profile = analytic_profile(_workload(workload), site.whole().shared_by(count, parallelism))
     return find_answer(
         profile,
         site,

@@ -47,7 +47,7 @@ from autohete.cli.app import run_app
 from autohete.cli.interrupt import in_processes
 from autohete.errors import InfeasibleError, InputError
 from autohete.files import make_folder, write_text
-from autohete.hardware import load_hardware
+from autohete.hardware import load_hardware, parse_parallel
 from autohete.plan import Processor
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
@@ -57,7 +57,7 @@ from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, s
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
-from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Workload
+from autohete.workload import WORKLOADS, FusedAttention, Kernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
@@ -67,10 +67,11 @@ FOLDER = Path(__file__).parent / "published"
 RESULTS = Path(__file__).parents[1] / "docs" / "results.md"
 #: Measured quantities other than the seconds of a phase. Peaks are in GiB: of the tensors of a GPU, of what PyTorch's allocator
 #: reserves for them, of what nvidia-smi shows, which includes the context, and of the whole host. The longest sequence that
-#: fits is in tokens, a multiple of 1,024.
+#: fits is in tokens, a multiple of 1,024. Relative iterations are over those of another row, the step's share over its own.
 VERDICT, COUNT, LONGEST = "fits", "cpu_updated_blocks", "longest_sequence"
 PEAKS = PEAK, RESERVED, USED, HOST_PEAK = "gpu_peak", "gpu_reserved", "gpu_used", "host_peak"
-UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB")
+RATIOS = RELATIVE, STEP_SHARE = "relative_iteration", "step_share"
+UNITS = {VERDICT: VERDICT, COUNT: "blocks", LONGEST: "tokens"} | dict.fromkeys(PEAKS, "GiB") | dict.fromkeys(RATIOS, "x")
 #: Quantities of a part of a run, or of a run of another length: that they were measured does not say that the row fits.
 _NOT_OF_THE_RUN = {"block_forward", "block_backward", "passes", LONGEST}
 #: Groups of rows, from those that the model was made with to those that say how far off it is for others.
@@ -86,10 +87,10 @@ class Row(_Table):
     missing yet.
 
     ``changes`` apply to the workload, ``set`` to hardware figures. ``gpu_budget`` is the memory that an allocator may give to
-    tensors. ``gpus`` GPUs train together, each with the batch.
+    tensors. ``gpus`` GPUs train together, each with the batch, or as ``parallel`` says, such as ``tp=8``.
     ``calibrates``: phase -> the figure of the hardware file that was derived from it. ``predicted``: phase -> the seconds that
     were predicted before the measurement was looked at, for rows that were added so. ``asks``: what was measured, for rows
-    whose measurements are not there yet.
+    whose measurements are not there yet. ``relative_to``: the name of the row over whose iteration a relative one is.
     """
 
     name: str
@@ -99,11 +100,18 @@ class Row(_Table):
     hardware: str | None = None
     set: dict[str, str] = {}
     gpu_budget: str | None = None
-    gpus: int = 1
+    gpus: int | None = None
+    parallel: str | None = None
     calibrates: dict[str, str] = {}
     predicted: dict[str, float] = {}
     asks: tuple[str, ...] = ()
+    relative_to: str = ""
     remark: str = ""
+
+    @property
+    def is_of_one_gpu(self) -> bool:
+        """Whether one GPU trains by itself."""
+        return self.gpus in (None, 1) and self.parallel is None
 
 
 class Source(_Table):
@@ -131,7 +139,7 @@ class Source(_Table):
         where = str(FOLDER / name) if name.endswith(".toml") else name
         hardware = load_hardware(where, {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
-        return simulate(workload, hardware.shared_by(row.gpus), parse_policy(row.policy))
+        return simulate(workload, hardware.shared_by(*parse_parallel(row.parallel, row.gpus)), parse_policy(row.policy))
 
     def predict(self, row: Row, asked: Collection[str] = ()) -> tuple[dict[str, float], str]:
         """Predict what may have been measured of ``row``, and say which memory decides.
@@ -152,6 +160,9 @@ class Source(_Table):
             predicted[USED] = (reserved + simulation.profile.hardware.gpu.reserved_bytes) / 2**30
         if LONGEST in asked:
             predicted[LONGEST] = self.longest(row)
+        if RELATIVE in asked:
+            other = next(one for one in self.rows if one.name == row.relative_to)
+            predicted[RELATIVE] = simulation.iteration_seconds / self.simulate(other).iteration_seconds
         return predicted, fullest(simulation)
 
     def longest(self, row: Row) -> int:
@@ -168,7 +179,7 @@ class Source(_Table):
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
-    for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention)):
+    for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention), ("units", Units)):
         if field in fields:
             fields[field] = kind(fields[field])
     training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
@@ -219,6 +230,8 @@ def phases(simulation: Simulation) -> dict[str, float]:
     updated = sum(
         block.parameters for block, decided in zip(profile.units, plan.units, strict=True) if decided.update.on is Processor.CPU
     )
+    again = [*kinds[Kind.RECOMPUTE], *kinds[Kind.BACKWARD]]
+    back_again = [i for i in again if (task := simulation.schedule.tasks[i].id).unit == 1 and not task.micro_batch]
     cpu = profile.hardware.cpu
     unscale = updated * traffic.UNSCALE / (cpu.elementwise_bandwidth or cpu.update_bandwidth)
     forward_seconds = sum(block.forward_seconds for block in profile.units) + profile.loss.seconds
@@ -230,14 +243,15 @@ def phases(simulation: Simulation) -> dict[str, float]:
         "unscale": unscale,
         "update": (following - back) * 1e-9 - unscale,
         "gradient_copies": copies,
+        STEP_SHARE: (following - back) * 1e-9 / simulation.iteration_seconds,
         "iteration": simulation.iteration_seconds,
         "block_forward": profile.units[1].forward_seconds,
-        "block_backward": profile.units[1].backward_seconds,
+        "block_backward": sum(simulation.schedule.tasks[i].duration_ns for i in back_again) * 1e-9,
         "passes": forward_seconds + sum(block.backward_seconds for block in profile.units),
         VERDICT: simulation.verdict is Verdict.OK,
         COUNT: plan.offloaded_optimizer_units,
         PEAK: simulation.gpu.peak_bytes / 2**30,
-        HOST_PEAK: simulation.host.peak_bytes * (1 if plan.is_pipeline else profile.hardware.gpus) / 2**30,
+        HOST_PEAK: simulation.host.peak_bytes * (1 if plan.is_pipeline else profile.hardware.all_gpus) / 2**30,
     }
 
 
@@ -378,6 +392,8 @@ _SCORED = {
     USED: ("peaks by nvidia-smi", None, 0.10),
     HOST_PEAK: ("host peaks", None, None),
     LONGEST: ("longest sequences", None, 0.12),
+    RELATIVE: ("relative iterations", None, None),
+    STEP_SHARE: ("shares of the step", None, None),
 }
 
 
@@ -533,6 +549,8 @@ def show(results: Sequence[Check]) -> None:
                 cells = [f"{c.measured:.0f}", f"{c.predicted:.0f}", "-" if c.measured == c.predicted else "DIFFERS"]
             elif c.phase == LONGEST:
                 cells = [f"{c.measured:,.0f}", f"{c.predicted:,.0f}", f"{100 * c.error:+.0f} %"]
+            elif c.phase in RATIOS:
+                cells = [f"{c.measured:.3f}", f"{c.predicted:.3f}", f"{100 * c.error:+.0f} %"]
             elif c.phase in PEAKS:
                 cells = [f"{c.measured:.1f} GiB", f"{c.predicted:.1f} GiB", f"{100 * c.error:+.0f} %"]
             else:
@@ -572,6 +590,8 @@ _MARKS = {
     USED: ("<", SKY),
     HOST_PEAK: ("P", VERMILION),
     LONGEST: ("D", PURPLE),
+    RELATIVE: ("h", BLUE),
+    STEP_SHARE: (">", ORANGE),
 }
 _HEADINGS = {KNOWN: "Known sources", NEW: "New sources", BLIND: "Predicted blind"}
 #: Errors beyond are drawn there, in percent; the largest of a lane is written beside.

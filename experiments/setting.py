@@ -48,7 +48,7 @@ class Where:
         return ", ".join([self.hardware, *(f"{key} = {text}" for key, text in self.moved)])
 
 
-def with_gpu(where: Where, gib: int) -> Moved:
+def with_gpu(where: Where, gib: float) -> Moved:
     """The figures of ``where``, with a GPU of ``gib`` GiB."""
     return tuple((dict(where.moved) | {"gpu.memory": f"{gib}GiB"}).items())
 

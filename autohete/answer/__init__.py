@@ -102,7 +102,9 @@ def find_answer(
     """
     system_bytes = 0 if profile.hardware.unified else system_bytes  # gpu.reserved_memory has it
     profile = replace(profile, hardware=without_system(profile.hardware, system_bytes))
-    names = default_policies(profile.hardware.gpus) if policies is None else tuple(policies)
+    names = (
+        default_policies(profile.hardware.gpus, profile.hardware.parallelism.pipeline) if policies is None else tuple(policies)
+    )
     spaces = [search_space(name, profile) if policies is None else (name,) for name in longest_first(names)]
     judged = run("policies", [Judged(profile, space, tuple(runnable)) for space in spaces])
     stages = _Stages(run)
@@ -171,7 +173,7 @@ class _Stages:
 
 
 def _budgets(profile: Profile, system_bytes: int, simulation: Simulation | None) -> tuple[Budget, ...]:
-    gpu, host, here = profile.hardware.gpu, profile.hardware.host, profile.hardware.gpus_of_node
+    gpu, host, here = profile.hardware.gpu, profile.hardware.host, profile.hardware.all_gpus_of_node
     total = host.memory_bytes + system_bytes // here
     used = dict.fromkeys((GPU_MEMORY, PINNED_MEMORY, HOST_MEMORY)) if simulation is None else _peaks(simulation)
     limit = host.memory_bytes if host.pinned_bytes is None else host.pinned_bytes

@@ -47,11 +47,11 @@ def best_batches(
     Returns:
         None if nothing fits with a batch of 1.
     """
-    sequences = most_tokens // (workload.sequence_length * hardware.gpus)
+    sequences = most_tokens // (workload.sequence_length * hardware.batches)
     if sequences < 1:
         raise InputError(
             f"an iteration of at most {most_tokens:,} tokens has no sequence of {workload.sequence_length:,} for each of "
-            f"{hardware.gpus} GPUs: allow more tokens, or give shorter sequences"
+            f"{hardware.all_gpus} GPUs: allow more tokens, or give shorter sequences"
         )
     most = int(math.log2(sequences))
     shapes = [(2**power, 2 ** (most - power) if micro_batches is None else micro_batches) for power in range(most + 1)]
@@ -103,7 +103,7 @@ class _Rate:
                 judged = judge.estimate(found)
             except AutoHeteError:  # does not fit, or cannot plan this
                 continue
-            seconds = judged.seconds / found.batches(self.hardware.gpus)
+            seconds = judged.seconds / self.hardware.batches
             if judged.verdict is Verdict.OK and seconds < best:
                 best, plan = seconds, found
         rates: dict[int, float] = {}
@@ -112,7 +112,7 @@ class _Rate:
             fewer = profile if times == self.workload.micro_batches else profile.with_micro_batches(times)
             judged = judge_for(fewer).estimate(plan)
             if judged.verdict is Verdict.OK:
-                tokens = fewer.workload.samples * self.workload.sequence_length * plan.batches(self.hardware.gpus)
+                tokens = fewer.workload.samples * self.workload.sequence_length * self.hardware.batches
                 rates[times] = tokens / judged.seconds
             times = times // 2 if self.fewer else 0
         return _Found(self.workload, rates)

@@ -37,7 +37,7 @@ def bindings(site: Site, simulation: Simulation) -> Iterator[Change]:
     now, workload = site.whole(), simulation.profile.workload
     updates = any(unit.update.on is Processor.CPU for unit in simulation.plan.units)
     unbound, bound = now.cpu.update_bandwidth, load_hardware(site.source).cpu.ranks_update_bandwidth
-    if simulation.profile.hardware.gpus_of_node > 1 and bound is not None and bound > unbound:
+    if simulation.profile.hardware.all_gpus_of_node > 1 and bound is not None and bound > unbound:
         if (now.cpu.ranks_update_bandwidth or unbound) > unbound:
             if updates:
                 yield Change(UNBOUND, {_RANKS: rate_text(unbound)}, workload=workload)

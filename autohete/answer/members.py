@@ -67,7 +67,7 @@ def largest_member(
         least_tokens_per_second: models that train more slowly are too large.
         run: works through many calls, such as in several processes.
     """
-    names = longest_first(default_policies(hardware.gpus) if policies is None else policies)
+    names = longest_first(default_policies(hardware.gpus, hardware.parallelism.pipeline) if policies is None else policies)
     order = sorted(models, key=lambda model: (-model.parameters, model.name))
     too_large: list[tuple[Workload, str]] = []
     for place, model in enumerate(order):
@@ -103,7 +103,7 @@ def _why_not(profile: Profile, names: Sequence[str]) -> str:
 def _all_memory(hardware: Hardware) -> int:
     """The memory of all GPUs, hosts and places, among which states can be divided."""
     places = sum(place.capacity_bytes for place in hardware.places)
-    return hardware.gpus * (hardware.gpu_capacity_bytes + hardware.host.memory_bytes + places)
+    return hardware.all_gpus * (hardware.gpu_capacity_bytes + hardware.host.memory_bytes + places)
 
 
 def members(family: str, **changes: object) -> list[Workload]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autohete.answer.policies import longest_first
 from autohete.answer.result import Need
@@ -59,7 +60,7 @@ def _smallest(each: Sequence[tuple[Need, ...]], grows: tuple[str, ...]) -> Need 
         return tuple(sizes[memory] for memory in need.grows)
 
     needs = (need for some in each for need in some if need.grows == grows)
-    return min(needs, key=lambda need: (size(need), need.iteration_seconds), default=None)
+    return min(needs, key=lambda need: (size(need), -need.tokens_per_second), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +73,25 @@ class _Least:
     system_bytes: int
 
     def __call__(self) -> tuple[Need, ...]:
-        profile, seconds = self.profile, math.inf
+        profile, speed = self.profile, (math.inf, 0.0)
         for memory in self.grows:
             found = self._least(profile, memory)
             if found is None:
                 return ()
-            profile, seconds = found
+            profile, speed = found
         hardware = profile.hardware
         need = Need(
             self.grows,
             hardware.gpu.memory_bytes,
-            hardware.host.memory_bytes + self.system_bytes // hardware.gpus_of_node,
+            hardware.host.memory_bytes + self.system_bytes // hardware.all_gpus_of_node,
             hardware.host.pinned_bytes,
             self.name,
-            seconds,
+            *speed,
         )
         return (need,)
 
-    def _least(self, profile: Profile, memory: str) -> tuple[Profile, float] | None:
-        """The profile with the least size of one memory, and the time of an iteration then.
+    def _least(self, profile: Profile, memory: str) -> tuple[Profile, tuple[float, float]] | None:
+        """The profile with the least size of one memory, and then the time of an iteration and the tokens/s.
 
         From 1 byte on, each attempt has what the one before it was short of: the size that a policy's error names, or its peak.
         """
@@ -106,7 +107,7 @@ class _Least:
                 return None
             else:
                 if result.verdict is Verdict.OK:
-                    return there, result.iteration_seconds
+                    return there, (result.iteration_seconds, result.tokens_per_second)
                 occupied = next(one for one in result.memories if not one.fits)
                 if any(not one.fits for one in result.memories if one.memory != memory):
                     return None
@@ -149,7 +150,11 @@ class _Smaller:
                 few = middle
                 continue
             if found.verdict is Verdict.OK:
-                best, enough = replace(best, **{field: size}, iteration_seconds=found.iteration_seconds), middle
+                speed: dict[str, Any] = {
+                    "iteration_seconds": found.iteration_seconds,
+                    "tokens_per_second": found.tokens_per_second,
+                }
+                best, enough = replace(best, **{field: size}, **speed), middle
             else:
                 few = middle
         return best
@@ -159,4 +164,4 @@ def _beside(profile: Profile, memory: str, system_bytes: int) -> int:
     """Bytes of a memory that are not there for tensors."""
     if memory == GPU_MEMORY:
         return profile.hardware.gpu.memory_bytes - memory_bytes(profile, GPU_MEMORY)
-    return system_bytes // profile.hardware.gpus_of_node if memory == HOST_MEMORY else 0
+    return system_bytes // profile.hardware.all_gpus_of_node if memory == HOST_MEMORY else 0

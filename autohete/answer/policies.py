@@ -13,7 +13,7 @@ from autohete.frameworks import Decided, runs_in
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.planner.optimistic import OptimisticJudge
-from autohete.policies import POLICIES, NamedPolicy, parse_policy
+from autohete.policies import FOUND_SOONER, PIPELINES, POLICIES, NamedPolicy, parse_policy
 from autohete.profile import Profile
 from autohete.simulate import Simulation, simulate_policy
 from autohete.simulate.summary import answer_or_refusal, summarize
@@ -22,9 +22,14 @@ from autohete.simulate.summary import answer_or_refusal, summarize
 JOINT = "joint"
 
 
-def default_policies(gpus: int = 1) -> tuple[str, ...]:
-    """Every registered system; with several GPUs also ordinary training that shards what it needs not replicate."""
-    return (*POLICIES, *(["resident:zero_stage=2", "resident:zero_stage=3"] if gpus > 1 else []))
+def default_policies(gpus: int = 1, pipeline: int = 1) -> tuple[str, ...]:
+    """Every registered system whose plan no other finds sooner; with several GPUs also ordinary training that shards what it
+    needs not replicate. Where so many GPUs are to have stages of a ``pipeline``, those that plan stages.
+    """
+    if pipeline > 1:
+        return PIPELINES
+    others = ("resident:zero_stage=2", "resident:zero_stage=3") if gpus > 1 else ()
+    return (*(name for name in POLICIES if name not in FOUND_SOONER), *others)
 
 
 def longest_first(names: Sequence[str]) -> list[str]:
@@ -51,14 +56,14 @@ class Judged:
         best: tuple[Simulation, NamedPolicy, tuple[str, ...]] | None = None
         policies = [parse_policy(name) for name in self.names]
         for least, policy in self._hopeful(policies) if len(policies) > 1 else ():
-            if best is not None and least >= _seconds_per_batch(best[0]):
+            if best is not None and least >= best[0].comparable_seconds:
                 break
             with suppress(AutoHeteError):  # does not fit, or cannot plan this
                 found = simulate_policy(self.profile, policy)
                 able = self._runs_in(found, policy)
                 if found.verdict is not Verdict.OK or (self.runnable and not {*able} & {*self.runnable}):
                     continue
-                if best is None or _seconds_per_batch(found) < _seconds_per_batch(best[0]):
+                if best is None or found.comparable_seconds < best[0].comparable_seconds:
                     best = found, policy, able
         if best is not None:
             return Candidate(summarize(*best[:2]), best[0].plan, runs_in=best[2])
@@ -71,19 +76,14 @@ class Judged:
         return runs_in(Decided(self.profile, policy.system, found.plan, found.iteration_seconds, found.gpu.peak_bytes))
 
     def _hopeful(self, policies: Sequence[NamedPolicy]) -> list[tuple[float, NamedPolicy]]:
-        """What may fit, with a lower bound of its time for a batch, the lowest first."""
+        """What may fit, with a lower bound of its time, the lowest first."""
         optimist, found = OptimisticJudge(self.profile, math.inf), []
         for policy in policies:
             with suppress(AutoHeteError):
-                plan = policy.plan(self.profile, optimist)
-                judged = optimist(plan)
+                judged = optimist(policy.plan(self.profile, optimist))
                 if judged.verdict is Verdict.OK:
-                    found.append((judged.seconds / plan.batches(self.profile.hardware.gpus), policy))
+                    found.append((judged.seconds, policy))
         return sorted(found, key=lambda one: one[0])
-
-
-def _seconds_per_batch(found: Simulation) -> float:
-    return found.iteration_seconds / found.plan.batches(found.profile.hardware.gpus)
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -73,7 +73,7 @@ class Candidate:
         """Whether nothing ever leaves the GPU: the plan does not offload, although it may recompute."""
         return self.plan is not None and not any(
             unit.parameters.home != GPU_MEMORY
-            or unit.update.on is Processor.CPU
+            or unit.update.on is not Processor.GPU
             or unit.activations_leave
             or unit.states.leaves
             or unit.gradients.leaves
@@ -179,7 +179,8 @@ class Need:
     Args:
         grows: the memories that have to grow; all others stay as they are.
         gpu_bytes, host_bytes, pinned_bytes: total sizes, with what is reserved or left to the system; None: no limit.
-        policy, iteration_seconds: the policy that then fits with the least, and how fast it is.
+        policy, iteration_seconds, tokens_per_second: the policy that then fits with the least, and how fast it is; if several
+            do, the one with the most tokens/s, as stages of a pipeline share a batch.
     """
 
     grows: tuple[str, ...]
@@ -188,6 +189,7 @@ class Need:
     pinned_bytes: int | None
     policy: str
     iteration_seconds: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True)

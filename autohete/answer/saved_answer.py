@@ -89,6 +89,7 @@ class SavedNeed(Need):
 
     grows: tuple[Literal["gpu", "pinned", "host"], ...]
     iteration_seconds: _Positive
+    tokens_per_second: _Positive
 
 
 @dataclass(frozen=True, slots=True)

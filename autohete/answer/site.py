@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autohete.errors import InputError, check_fields
-from autohete.hardware import Hardware, load_hardware
+from autohete.hardware import ALONE, Hardware, Parallelism, load_hardware
 from autohete.quantities import format_bytes
 
 #: Host memory of the operating system and other programs, by default. An assumption: an idle desktop
@@ -23,12 +23,14 @@ class Site:
         given: figures that replace its own: dotted key -> text with unit.
         gpus: GPUs that train together.
         system_bytes: host memory that is left to the system.
+        parallelism: how they divide each batch.
     """
 
     source: str
     given: Mapping[str, str]
     gpus: int = 1
     system_bytes: int = SYSTEM_BYTES
+    parallelism: Parallelism = ALONE
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -39,7 +41,7 @@ class Site:
         Raises:
             InputError: invalid figures, or the system's part leaves nothing.
         """
-        return without_system(self._whole(moved or {}).shared_by(self.gpus), self.system_bytes)
+        return without_system(self._whole(moved or {}).shared_by(self.gpus, self.parallelism), self.system_bytes)
 
     def whole(self) -> Hardware:
         """Return the whole node, with the figures given."""
@@ -58,7 +60,7 @@ def without_system(hardware: Hardware, system_bytes: int) -> Hardware:
     if hardware.unified:  # gpu.reserved_memory has what the system keeps of the pool
         return hardware
     host = hardware.host
-    left = host.memory_bytes - system_bytes // hardware.gpus_of_node
+    left = host.memory_bytes - system_bytes // hardware.all_gpus_of_node
     if left < 1:
         raise InputError(
             f"{format_bytes(system_bytes)} for the system leaves nothing of {format_bytes(host.memory_bytes)} of host memory: "

@@ -118,7 +118,7 @@ def trials(
         if covers:  # without a known plan, the quick search may miss what another policy finds
             chosen = [JOINT] if change.gpus is None else [*dict.fromkeys([JOINT, *chosen])]
         elif change.gpus is not None:
-            chosen = [*dict.fromkeys([*names, *default_policies(gpus)])]
+            chosen = [*dict.fromkeys([*names, *default_policies(gpus, site.parallelism.pipeline)])]
         elif gpus > 1 or not fitting:
             chosen = [*names]
         trial = partial(Trial, change, profile.workload, site)
@@ -181,7 +181,7 @@ def gains(
 
 def _tokens(profile: Profile) -> int:
     """Tokens of an iteration on all GPUs."""
-    return profile.workload.samples * profile.workload.sequence_length * profile.hardware.gpus
+    return profile.workload.samples * profile.workload.sequence_length * profile.hardware.batches
 
 
 def _gain(change: Change, best: Result, now: float | None, tokens: int) -> Gain:

@@ -48,7 +48,6 @@ def calibrate(
     json_:
         Print JSON: one object.
     """
-    from autohete.answer.site import Site
     from autohete.calibrate.calibration import calibrate as calibrated
     from autohete.calibrate.reading import read_recorded
     from autohete.calibrate.recorded_steps import find_steps
@@ -62,12 +61,12 @@ def calibrate(
     if not asked and (policy is not None or profile_out is not None):
         option = "--policy" if policy is not None else "--profile-out"
         raise InputError(f"{option} needs the model that was trained: give --model, --module, --workload or its shape")
-    if profile_out is not None and question.gpus > 1:
+    if profile_out is not None and question.divided()[0] > 1:
         raise InputError("--profile-out is a profile of one GPU: leave out --gpus, or write only --hardware-out")
     outputs = {"--hardware-out": hardware_out, "--profile-out": profile_out}
     check_outputs({option: path for option, path in outputs.items() if path is not None})
     workload = question.of_workload() if asked else None
-    site = Site(question.hardware, question.overrides(), question.gpus, question.system_bytes())
+    site = question.site()
     base = site.hardware().name
     chosen = parse_policy("resident" if policy is None else policy) if asked else None
     phased = find_steps(read_recorded(trace, device=device == "cpu"), step_name)

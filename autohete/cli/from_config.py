@@ -13,7 +13,7 @@ from autohete.errors import InputError
 if TYPE_CHECKING:
     from autohete.answer import Answer, Candidate
     from autohete.cli.question import Question
-    from autohete.frameworks.advice import Advice
+    from autohete.frameworks.advice import Advice, AdvisedSpeed
     from autohete.frameworks.changes import KeyChange
     from autohete.frameworks.deepspeed_reading import ReadConfig
 
@@ -42,7 +42,7 @@ def read_configuration(given: str, question: Question) -> tuple[ReadConfig, Ques
     path, _, flags = (given, "", "") if os.path.exists(given) else given.rpartition(":")
     path, flags = (path, flags) if path else (given, "")
     try:
-        read = read_deepspeed(_text(path), gpus=question.gpus, hidden_size=question.of_workload().hidden_size, flags=flags)
+        read = read_deepspeed(_text(path), gpus=question.ranks(), hidden_size=question.of_workload().hidden_size, flags=flags)
         parse_policy(read.policy)
     except InputError as error:
         raise InputError(f"--from {path}: {error}") from error
@@ -79,7 +79,7 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
         file,
         now.name,
         read.notes,
-        now.seconds if now.fits else None,
+        _speed(now) if now.fits else None,
         now.summary.explanation,
     )
     deepspeed = _faster(answer, now, ("deepspeed",))
@@ -87,13 +87,19 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
         advice = replace(
             advice,
             better=deepspeed.name,
-            better_seconds=deepspeed.seconds,
+            then=_speed(deepspeed),
             changes=_changes(read, answer, now, deepspeed),
         )
     any_ = _faster(answer, deepspeed or now, ())
     if any_ is None:
         return advice
-    return replace(advice, fastest=any_.name, fastest_seconds=any_.seconds, runs_in=any_.runs_in)
+    return replace(advice, fastest=any_.name, at_best=_speed(any_), runs_in=any_.runs_in)
+
+
+def _speed(of: Candidate) -> AdvisedSpeed:
+    from autohete.frameworks.advice import AdvisedSpeed
+
+    return AdvisedSpeed(of.seconds, 1 / of.seconds_per_token)
 
 
 def _faster(answer: Answer, than: Candidate, frameworks: tuple[str, ...]) -> Candidate | None:

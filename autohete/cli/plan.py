@@ -196,7 +196,7 @@ def _answer(
     *,
     fast: bool,
 ) -> Answer:
-    from autohete.answer import Site, find_answer
+    from autohete.answer import find_answer
 
     overrides = question.overrides()
     given = {*question.shape.changes()}
@@ -209,7 +209,7 @@ def _answer(
         given.add("hardware")
     return find_answer(
         chosen,
-        None if question.profile is not None else Site(question.hardware, overrides, question.gpus),
+        None if question.profile is not None else question.site(),
         system_bytes=question.system_bytes(),
         tokens=parse_count(_TOKENS if tokens is None else tokens),
         sampling=sampling,

@@ -17,7 +17,8 @@ from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
 
 if TYPE_CHECKING:
-    from autohete.hardware import Hardware
+    from autohete.answer.site import Site
+    from autohete.hardware import Hardware, Parallelism
     from autohete.profile import Profile
 
 DEFAULT_HARDWARE = "a100-40gb-epyc7713"
@@ -254,6 +255,12 @@ class Question:
     gpus:
         GPUs that train together, each with its own batch. If the hardware has no table [interconnect], they are assumed to be
         joined over PCIe without peer-to-peer.
+    parallel:
+        How they divide each batch: tp=N (N GPUs share the tensors of each block, as in Megatron), with sp=off without sequence
+        parallelism, and cp=N (N GPUs share each sequence, and pass keys and values on in a ring, or with comm=a2a exchange
+        heads as DeepSpeed Ulysses does), such as tp=4,cp=2. The other GPUs have batches of their own; dp=N says how many.
+        ep=N of those with tokens of their own share the experts of a block. pp=N have stages of a pipeline, which policies
+        such as pipeline plan. Without --gpus as many as these take.
     """
 
     model: Annotated[str | None, Parameter(group=MODEL)] = None
@@ -268,7 +275,8 @@ class Question:
     host_memory: str | None = None
     pinned_memory: str | None = None
     system_memory: str = SYSTEM_MEMORY
-    gpus: Whole = 1
+    gpus: Whole | None = None
+    parallel: str | None = None
 
     def answerable(self) -> Profile:
         """Return the measured profile, or the analytic profile of the workload, on the hardware less the system's memory.
@@ -330,7 +338,29 @@ class Question:
     def _whole_hardware(self) -> Hardware:
         from autohete.hardware import load_hardware
 
-        return load_hardware(self.hardware, self.overrides()).shared_by(self.gpus)
+        return load_hardware(self.hardware, self.overrides()).shared_by(*self.divided())
+
+    def divided(self) -> tuple[int, Parallelism]:
+        """Return the number of GPUs, and how they divide each batch.
+
+        Raises:
+            InputError: they are contradictory or invalid.
+        """
+        from autohete.hardware import parse_parallel
+
+        return parse_parallel(self.parallel, self.gpus)
+
+    def ranks(self) -> int:
+        """Return the number of GPUs, or of groups that divide tensors, that have all parameters."""
+        gpus, parallelism = self.divided()
+        return parallelism.ranks(gpus)
+
+    def site(self) -> Site:
+        """Return where training runs, by name."""
+        from autohete.answer.site import Site
+
+        gpus, parallelism = self.divided()
+        return Site(self.hardware, self.overrides(), gpus, self.system_bytes(), parallelism)
 
     def system_bytes(self) -> int:
         """Return the host memory of the node that is left to the system."""
@@ -369,8 +399,8 @@ class Question:
                 "a profile includes its workload and hardware: leave out --model, --module, --workload, its shape, --hardware "
                 "and --set, or leave out --profile"
             )
-        if self.gpus != 1:
-            raise InputError("a profile was measured on one GPU: leave out --gpus, or leave out --profile")
+        if self.gpus not in (None, 1) or self.parallel is not None:
+            raise InputError("a profile was measured on one GPU: leave out --gpus and --parallel, or leave out --profile")
         profile = read_profile(path)
         gpu, host = profile.hardware.gpu, profile.hardware.host
         if self.gpu_memory is not None:

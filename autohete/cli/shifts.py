@@ -56,7 +56,7 @@ def _figures(question: Question) -> dict[str, tuple[str, tuple[str, str] | None]
 
     figures: dict[str, tuple[str, tuple[str, str] | None]] = {}
     for figure in written_figures(question.hardware):
-        idle = question.gpus == 1 and figure.key.startswith(OF_SEVERAL)
+        idle = question.ranks() == 1 and figure.key.startswith(OF_SEVERAL)
         ends = None if figure.range is None or idle else (str(figure.range[0]), str(figure.range[1]))
         figures[figure.key] = (str(figure.value), ends)
     given = [key_value(item) for item in question.set_]

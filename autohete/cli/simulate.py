@@ -42,12 +42,22 @@ def simulate(
         Print JSON: one object, or a list for several policies.
     """
     from autohete.plan.policy import Verdict
-    from autohete.policies import CANNOT_ACCUMULATE, CANNOT_CLIP, COMPARED, COMPARED_BY_SEVERAL, UPDATE_ON_CPU, parse_policy
+    from autohete.policies import (
+        CANNOT_ACCUMULATE,
+        CANNOT_CLIP,
+        COMPARED,
+        COMPARED_BY_SEVERAL,
+        PIPELINES,
+        UPDATE_ON_CPU,
+        parse_policy,
+    )
     from autohete.simulate.summary import answer_or_refusal
     from autohete.workload.optimizers import updates_in_backward
 
     chosen = question.answerable()
-    compared: tuple[str, ...] = COMPARED if question.gpus == 1 else COMPARED_BY_SEVERAL
+    compared: tuple[str, ...] = COMPARED if question.ranks() == 1 else COMPARED_BY_SEVERAL
+    if chosen.hardware.parallelism.pipeline > 1:
+        compared = PIPELINES
     cannot = (
         *(CANNOT_CLIP if chosen.workload.clips else ()),
         *(CANNOT_ACCUMULATE if chosen.workload.micro_batches > 1 else ()),
@@ -81,14 +91,14 @@ def simulate(
 
 
 def _write_outputs(result: tuple[Summary, Simulation | None], outputs: dict[str, str]) -> None:
-    from autohete.simulate.summary import node_text
+    from autohete.hardware import node_text
 
     summary, simulation = result
     if simulation is None:
         raise InputError(f"there is no timeline to write: {summary.explanation}")
     trace, steady = simulation.trace, simulation.steady
     first, last = steady.first, min(steady.first + 1, trace.iterations - 1)
-    title = f"{summary.workload} on {node_text(summary.hardware, summary.gpus)}: {summary.policy}"
+    title = f"{summary.workload} on {node_text(summary.hardware, summary.gpus, summary.parallelism)}: {summary.policy}"
     occupancies = simulation.memories
     if "--trace" in outputs:
         from autohete.report.perfetto import write_perfetto

@@ -170,7 +170,7 @@ def _twin_flow(system: TwinFlow, decided: Decided) -> dict[str, Any]:
     if not system.async_gradients:
         raise InputError("does not block backward for gradients that are pinned since 0.19.5: leave out async_gradients")
     units, profile = decided.plan.units, decided.profile
-    counts = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
+    counts = [*map(profile.part_of, range(len(profile.units)))]
     on_cpu = sum(
         count * (1 - unit.update.share) for count, unit in zip(counts, units, strict=True) if unit.update.on is Processor.CPU
     )
@@ -191,7 +191,7 @@ def _infinity(system: ZeroInfinity, decided: Decided) -> dict[str, Any]:
     section = {
         "stage": 3,
         "reduce_scatter": system.reduce_scatter,
-        "sub_group_size": max(decided.hardware.part_of(unit.trained_parameters) for unit in decided.profile.units),
+        "sub_group_size": max(map(decided.profile.part_of, range(len(decided.profile.units)))),
         "offload_optimizer": {
             "device": "nvme",
             "nvme_path": NVME_PATH,

@@ -55,7 +55,7 @@ class Decided:
     def stays(self) -> bool:
         """Whether parameters, gradients and states stay on the GPU, which updates them."""
         return not any(
-            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is Processor.CPU
+            unit.parameters.leaves or unit.gradients.leaves or unit.states.leaves or unit.update.on is not Processor.GPU
             for unit in self.plan.units
         )
 
@@ -97,6 +97,7 @@ class Abilities:
         lora: low-rank adapters; ``quantised`` base in NF4.
         chunked_loss: logits a chunk at a time.
         several_gpus: more than one.
+        parallel: GPUs that divide each batch.
         traced: modules that were traced.
     """
 
@@ -106,6 +107,7 @@ class Abilities:
     quantised: bool = False
     chunked_loss: bool = False
     several_gpus: bool = True
+    parallel: bool = False
     traced: bool = False
 
     def check(self, decided: Decided) -> None:
@@ -132,6 +134,7 @@ class Abilities:
             "that number of chunks of the loss": workload.loss_chunks is not None,
             "sublayers as units": workload.units is Units.SUBLAYER,
             "several GPUs": decided.hardware.gpus > 1 and not self.several_gpus,
+            "tensor and context parallelism": decided.hardware.parallelism.divides and not self.parallel,
             "pipelines": decided.plan.is_pipeline,
             "modules that were traced": isinstance(workload, TracedWorkload) and not self.traced,
         }

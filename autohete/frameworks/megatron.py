@@ -1,8 +1,7 @@
 """Megatron-LM: flags of ``pretrain_gpt.py``.
 
 Flags: ``megatron/training/arguments.py``, ``megatron/training/config`` and ``megatron/core/transformer/transformer_config.py``
-at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement but for optimizer offload: there the
-GPU needs room for them as well.
+at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from autohete.frameworks.framework import Abilities, Decided, ModelFiles
 from autohete.frameworks.training_script import facts, torchrun
 from autohete.frameworks.transformer_engine import offloaded_layers
 from autohete.plan import Activations, Processor
+from autohete.policies.megatron_hybrid import MegatronHybrid
 from autohete.policies.resident import Resident
-from autohete.policies.twin_flow import TwinFlow
-from autohete.quantities import format_bytes
 from autohete.schedule import HOST_MEMORY
 from autohete.workload import Kernels, Precision
 from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, NormPlace
 from autohete.workload.optimizers import Optimizer
 
-_ABILITIES = Abilities((Optimizer.ADAMW,))
+_ABILITIES = Abilities((Optimizer.ADAMW,), parallel=True)
 #: Saved tensors, and the modules whose inputs they are: those of attention's core, and its result.
 _MODULES = {"flash_attention": ("core_attn", "attn_proj")}
 
@@ -66,7 +64,7 @@ class MegatronFiles:
 
     def _flags(self, decided: Decided) -> list[str]:
         _ABILITIES.check(decided)
-        workload, gpus = decided.workload, decided.hardware.gpus
+        workload, parallelism = decided.workload, decided.hardware.parallelism
         block = _block(decided)
         return [
             f"--num-layers {workload.transformer_blocks}",
@@ -76,7 +74,13 @@ class MegatronFiles:
             f"--max-position-embeddings {workload.sequence_length}",
             *([] if workload.tied_embeddings else ["--untie-embeddings-and-output-weights"]),
             f"--micro-batch-size {workload.batch_size}",
-            f"--global-batch-size {workload.samples * gpus}",
+            f"--global-batch-size {workload.samples * decided.hardware.batches}",
+            *([f"--tensor-model-parallel-size {parallelism.tensor}"] if parallelism.tensor > 1 else []),
+            *(["--sequence-parallel"] if parallelism.along_sequence > 1 else []),
+            *(
+                [f"--context-parallel-size {parallelism.context}", f"--cp-comm-type {parallelism.exchange}"]
+                * (parallelism.context > 1)
+            ),
             f"--clip-grad {workload.clip_norm or 0.0}",
             *([f"--{workload.precision}"] if workload.precision.is_mixed else []),
             *(["--grad-reduce-in-bf16"] if workload.precision is Precision.BF16 else []),
@@ -146,10 +150,10 @@ def _block_flags(block: Block, heads: int) -> Iterator[str]:
 
 def _offload(decided: Decided) -> list[str]:
     system = decided.system
-    if isinstance(system, TwinFlow):
-        return [*_optimizer_offload(decided), *_recompute(decided)]
+    if isinstance(system, MegatronHybrid):
+        return [*_optimizer_offload(system, decided), *_recompute(decided)]
     if not decided.stays:
-        raise InputError("keeps parameters and gradients on the GPU: plan with twin_flow or resident")
+        raise InputError("keeps parameters and gradients on the GPU: plan with megatron_hybrid or resident")
     if isinstance(system, Resident) and (system.zero_stage > 1 or system.in_backward or system.deepspeed):
         raise InputError("shards states alone and updates after backward: plan with resident, or with resident:zero_stage=1")
     shards = ["--use-distributed-optimizer"] if isinstance(system, Resident) and system.zero_stage else []
@@ -166,16 +170,9 @@ def _recompute(decided: Decided) -> list[str]:
     return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
 
 
-def _optimizer_offload(decided: Decided) -> list[str]:
+def _optimizer_offload(system: MegatronHybrid, decided: Decided) -> list[str]:
     """``HybridDeviceOptimizer``, of which a fraction of the parameters is on the CPU."""
-    counts = [decided.hardware.part_of(unit.trained_parameters) for unit in decided.profile.units]
-    gradients = sum(counts) * decided.profile.element_bytes
-    needed = decided.gpu_peak_bytes + gradients
-    if needed > decided.hardware.gpu_capacity_bytes:
-        raise InputError(
-            f"keeps all gradients on the GPU until the update, which needs up to {format_bytes(needed)} of "
-            f"{format_bytes(decided.hardware.gpu_capacity_bytes)}"
-        )
+    counts = [*map(decided.profile.part_of, range(len(decided.profile.units)))]
     on_cpu = sum(
         count * (1 - unit.update.share)
         for count, unit in zip(counts, decided.plan.units, strict=True)
@@ -186,7 +183,7 @@ def _optimizer_offload(decided: Decided) -> list[str]:
         "--use-precision-aware-optimizer",
         "--optimizer-cpu-offload",
         f"--optimizer-offload-fraction {on_cpu / sum(counts):.4f}",
-        "--overlap-cpu-optimizer-d2h-h2d",
+        *(["--overlap-cpu-optimizer-d2h-h2d"] if system.overlap else []),
     ]
 
 

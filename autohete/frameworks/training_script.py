@@ -205,11 +205,10 @@ def requirements(decided: Decided, *tools: str, torch: str = "torch") -> str:
 def facts(decided: Decided) -> str:
     """The origin of a written file, in one paragraph."""
     workload, hardware = decided.workload, decided.hardware
-    gpus = f"{hardware.gpus} GPUs of " if hardware.gpus > 1 else ""
     return (
         f"Written by autohete {__version__} for the plan of {decided.plan.policy}: simulated at "
         f"{format_seconds(decided.seconds)} per iteration of {workload.micro_batches} x {workload.batch_size} x "
-        f"{workload.sequence_length} tokens on {gpus}{hardware.name}, with {workload.kernels} kernels."
+        f"{workload.sequence_length} tokens on {hardware.title}, with {workload.kernels} kernels."
     )
 
 
@@ -227,13 +226,13 @@ def threads(decided: Decided) -> str:
     """What a command starts with if several ranks update on the CPU: torchrun alone gives each of them one thread."""
     hardware = decided.hardware
     updates = any(unit.update.on is Processor.CPU for unit in decided.plan.units)
-    return f"env OMP_NUM_THREADS={hardware.cpu.cores} " if updates and hardware.gpus_of_node > 1 else ""
+    return f"env OMP_NUM_THREADS={hardware.cpu.cores} " if updates and hardware.all_gpus_of_node > 1 else ""
 
 
 def torchrun(decided: Decided, program: str = "train.py") -> str:
     """The command that starts a program on each GPU; ranks that update on the CPU are bound to cores of their own."""
     hardware, environment = decided.hardware, threads(decided)
-    nodes = hardware.gpus // hardware.gpus_of_node if hardware.gpus > 1 else 1
+    nodes = hardware.all_gpus // hardware.all_gpus_of_node if hardware.all_gpus > 1 else 1
     several = f"--nnodes {nodes} --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
     bound = "--numa-binding exclusive " if environment else ""
-    return f"{environment}torchrun {several}{bound}--nproc-per-node {hardware.gpus // nodes} {program}"
+    return f"{environment}torchrun {several}{bound}--nproc-per-node {hardware.all_gpus // nodes} {program}"

@@ -5,7 +5,8 @@ has the plain numbers for the model (``node.py``).
 """
 
 from autohete.hardware.document import preset_names, presets_like
-from autohete.hardware.node import OVER_PCIE, Cpu, Gpu, Hardware, Host, Interconnect, Link, Place
+from autohete.hardware.node import OVER_PCIE, Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, node_text
+from autohete.hardware.parallelism import ALONE, ContextExchange, Parallelism, parse_parallel
 from autohete.hardware.schema import (
     HardwareFile,
     UncertainFigure,
@@ -18,7 +19,9 @@ from autohete.hardware.schema import (
 )
 
 __all__ = [
+    "ALONE",
     "OVER_PCIE",
+    "ContextExchange",
     "Cpu",
     "Gpu",
     "Hardware",
@@ -26,11 +29,14 @@ __all__ = [
     "Host",
     "Interconnect",
     "Link",
+    "Parallelism",
     "Place",
     "UncertainFigure",
     "WrittenFigure",
     "left_out",
     "load_hardware",
+    "node_text",
+    "parse_parallel",
     "preset_names",
     "presets_like",
     "read_hardware",

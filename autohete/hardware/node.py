@@ -8,6 +8,7 @@ from typing import Any
 
 from autohete.documents import as_json
 from autohete.errors import InputError
+from autohete.hardware.parallelism import ALONE, Parallelism
 from autohete.quantities import format_bytes, rounded_when_pinned
 from autohete.tabular import facts_html
 
@@ -157,6 +158,11 @@ class Cpu:
     ranks_update_bandwidth: float | None = None
 
 
+def node_text(name: str, gpus: int, parallelism: str = "") -> str:
+    """Return a hardware's name, with the number of GPUs if there are several, and how they divide a batch."""
+    return name if gpus == 1 else f"{gpus} GPUs of {name}" + (f" ({parallelism})" if parallelism else "")
+
+
 def check_place_name(name: str) -> None:
     """Check the name of a place.
 
@@ -182,6 +188,8 @@ class Place:
         both_bandwidth: bytes/s of reads and writes together while both run; None: it reads and writes in turns.
         beside: the memory with which it exchanges data, ``host`` or ``gpu``. What rests beside the host reaches the GPU through
             pinned host memory; what rests beside the GPU, such as on drives with direct access, does not cross the host.
+        update_bandwidth: bytes/s that an update within it reads and writes, if it has a processor for that, such as drives
+            with an FPGA have. They cross no link. None: it does not compute.
     """
 
     name: str
@@ -191,6 +199,7 @@ class Place:
     latency_seconds: float
     both_bandwidth: float | None = None
     beside: str = "host"
+    update_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_place_name(self.name)
@@ -207,6 +216,7 @@ class Place:
             read_bandwidth=self.read_bandwidth / gpus,
             write_bandwidth=self.write_bandwidth / gpus,
             both_bandwidth=None if self.both_bandwidth is None else self.both_bandwidth / gpus,
+            update_bandwidth=None if self.update_bandwidth is None else self.update_bandwidth / gpus,
         )
 
 
@@ -244,6 +254,13 @@ class Interconnect:
         limit = host.usable_bandwidth / 2
         return replace(self, bandwidth=limit) if self.through_host and self.bandwidth > limit else self
 
+    def of_groups(self, size: int) -> Interconnect:
+        """Return the interconnect as each GPU of a group of ``size`` has it for what it exchanges with other groups: as many
+        rings as a group has GPUs share the network.
+        """
+        network = None if self.network_bandwidth is None else self.network_bandwidth / size
+        return self if size == 1 else replace(self, gpus=max(self.gpus // size, 1), network_bandwidth=network)
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -251,8 +268,9 @@ class Hardware:
 
     ``shared_cores`` is None for a real GPU. If the CPU stands in for the device, it is the number of lanes that the cores can
     run at full speed at once; with hyper-threading this is less than the number of cores. ``notes`` name the figures that were
-    changed, and why. ``places`` are its other memories, such as drives. ``gpus`` is the number of GPUs that train together; if
-    there are several, links, host, CPU and places are one GPU's share (:meth:`shared_by`).
+    changed, and why. ``places`` are its other memories, such as drives. ``gpus`` is the number of GPUs that train together, or
+    of groups of GPUs that divide the tensors of each batch (``parallelism``); if there are several, links, host, CPU, places
+    and network are one GPU's share (:meth:`shared_by`).
 
     ``unified`` hardware has one pool of memory for CPU and GPU, ``gpu.memory``. Nothing is copied: host memory has no capacity,
     and ``h2d`` and ``d2h`` have the rate of the pool, so that a cost model can use them.
@@ -270,6 +288,7 @@ class Hardware:
     interconnect: Interconnect | None = None
     gpus: int = 1
     unified: bool = False
+    parallelism: Parallelism = ALONE
 
     def __repr__(self) -> str:
         return f"<Hardware {self.name}: {', '.join(f'{value} {name}' for name, value in self._memories().items())}>"
@@ -282,7 +301,7 @@ class Hardware:
         sizes = {"GPU": self.gpu.memory_bytes, "host": self.host.memory_bytes}
         sizes |= {place.name: place.capacity_bytes for place in self.places}
         texts = {f"{name} memory": format_bytes(size) for name, size in sizes.items() if size}
-        return {"GPUs": str(self.gpus)} | texts if self.gpus > 1 else texts
+        return {"GPUs": str(self.all_gpus)} | texts if self.all_gpus > 1 else texts
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures in SI units, as :func:`json.dumps` takes them."""
@@ -299,9 +318,29 @@ class Hardware:
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
 
     @property
+    def title(self) -> str:
+        """Its name, with the number of GPUs if there are several, and how they divide a batch."""
+        return node_text(self.name, self.all_gpus, str(self.parallelism))
+
+    @property
+    def all_gpus(self) -> int:
+        """Number of all GPUs that train together."""
+        return self.gpus * self.parallelism.tensor
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that train at a time if each GPU, or each group that divides one, has its own."""
+        return self.gpus // self.parallelism.context
+
+    @property
     def gpus_of_node(self) -> int:
-        """Number of the GPUs training together that share one host."""
+        """Number of those in ``gpus`` that share one host."""
         return min(self.gpus, self.interconnect.gpus) if self.interconnect else 1
+
+    @property
+    def all_gpus_of_node(self) -> int:
+        """Number of all GPUs that share one host."""
+        return self.gpus_of_node * self.parallelism.tensor
 
     @property
     def kept_beside_collectives(self) -> float:
@@ -336,16 +375,22 @@ class Hardware:
         """Return the number of elements per GPU when all GPUs share ``count`` elements."""
         return -(-count // self.gpus)
 
-    def shared_by(self, gpus: int) -> Hardware:
+    def shared_by(self, gpus: int, parallelism: Parallelism = ALONE) -> Hardware:
         """Return one GPU's share when ``gpus`` GPUs do the same work: its own links, and an equal part of the host.
+
+        Args:
+            gpus: all that train together.
+            parallelism: how they divide each batch. Those that divide its tensors are neighbours in a node.
 
         Raises:
             InputError: the hardware does not have that many GPUs, or does not describe their interconnect.
         """
         if gpus < 1:
             raise InputError(f"gpus is {gpus}: give at least 1")
-        if self.gpus != 1:
-            raise InputError(f"{self.name} is one GPU's share of {self.gpus} already: share the whole node by {gpus} instead")
+        if self.all_gpus != 1:
+            whole = f"{self.name} is one GPU's share of {self.all_gpus} already"
+            raise InputError(f"{whole}: share the whole node by {gpus} instead")
+        ranks, tensor = parallelism.ranks(gpus), parallelism.tensor
         if gpus == 1:
             return self
         if self.shared_cores is not None:
@@ -364,6 +409,10 @@ class Hardware:
                 f"{self.name} does not describe how its nodes are connected: give up to {join.gpus} GPUs, or hardware with "
                 "interconnect.network_bandwidth"
             )
+        if here % tensor:
+            raise InputError(
+                f"{tensor} GPUs that divide tensors share a node, but {self.name} has {here} in each: give a divisor of {here}"
+            )
         cpu = self.cpu
         together, elementwise = cpu.ranks_update_bandwidth, None
         if together is None:
@@ -373,7 +422,7 @@ class Hardware:
         return replace(
             self,
             notes=(*self.notes, *_join_notes(join, shared, gpus)),
-            interconnect=shared,
+            interconnect=shared.of_groups(tensor),
             h2d=self.h2d.shared_by(here, join.gpus),
             d2h=self.d2h.shared_by(here, join.gpus),
             host=host,
@@ -384,7 +433,8 @@ class Hardware:
                 elementwise_bandwidth=None if elementwise is None else elementwise / here,
             ),
             places=tuple(place.shared_by(here) for place in self.places),
-            gpus=gpus,
+            gpus=ranks,
+            parallelism=parallelism,
         )
 
 
@@ -403,7 +453,7 @@ def _beyond_dram(hardware: Hardware) -> list[str]:
     h2d, d2h, update = hardware.h2d, hardware.d2h, hardware.cpu.update_bandwidth
     usable = hardware.host.usable_bandwidth
     allowed = f"the {usable / 1e9:.3g} GB/s of DRAM (host.memory_bandwidth x host.usable_share"
-    allowed += f", the part of one of {hardware.gpus_of_node} GPUs)" if hardware.gpus_of_node > 1 else ")"
+    allowed += f", the part of one of {hardware.all_gpus_of_node} GPUs)" if hardware.all_gpus_of_node > 1 else ")"
     remarks = []
     if update > usable * _ROUNDING:
         remarks.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")

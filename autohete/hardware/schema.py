@@ -162,6 +162,7 @@ class PlaceFigures(_Table):
     read_bandwidth: Figure[_Bandwidth]
     write_bandwidth: Figure[_Bandwidth]
     both_bandwidth: Figure[_Bandwidth] | None = None
+    update_bandwidth: Figure[_Bandwidth] | None = None
     latency: Figure[_Time]
 
 
@@ -322,6 +323,7 @@ def _place(name: str, figures: PlaceFigures) -> Place:
         figures.latency.value,
         _value(figures.both_bandwidth),
         figures.beside,
+        _value(figures.update_bandwidth),
     )
 
 

@@ -21,7 +21,7 @@ from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, passes_of
-from autohete.lowering.copies import Copies, lane_between
+from autohete.lowering.copies import Copies, lane_between, update_lane
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth
 from autohete.lowering.frozen import without_frozen
@@ -85,6 +85,8 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     if hardware.unified:
         _check_one_pool(hardware.name, schedule.tasks)
     places = [_place_for(hardware, name, needed) for name, needed in lowered.places]
+    for name in _updating(plan):
+        _check_computes(hardware, name, dict(lowered.places)[name])
     alike = of_one_rank(profile, plan)
     flows, resources = shared_bandwidth(alike.hardware, places, uses_cpu=lowered.uses_cpu)
     memories = _memories(hardware, {place.name: place.capacity_bytes for place in places})
@@ -185,6 +187,12 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         raise InputError("the head shares the embedding's matrix, so that cannot leave the GPU: let the first unit stay there")
     _check_places(profile, plan)
     hardware = profile.hardware
+    asked = hardware.parallelism.pipeline
+    if asked not in (1, plan.ranks):
+        raise InputError(
+            f"{asked} GPUs are to share a pipeline (pp={asked}), but {plan.policy} gives {plan.ranks} a part of the model: "
+            "choose a policy such as pipeline, or leave pp out"
+        )
     if plan.is_pipeline:
         _check_pipeline(profile, plan)
     profile = of_one_rank(profile, plan)
@@ -201,6 +209,7 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
         ends = (home, near), (near, home)
         lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
+    lanes += [Lane(update_lane(home), discipline) for home in _updating(plan)]
     # GPUs must agree on the order of their collectives: that of issue, or with priorities what is most urgent on all.
     lanes = [Lane(GPU), *lanes, *([Lane(COLLECTIVE, discipline)] if profile.hardware.gpus > 1 else [])]
     memories = _memories(hardware, dict.fromkeys(homes, 0))
@@ -224,6 +233,7 @@ def _saved_names(plan: Plan, shards: Shards) -> Iterator[SavedNames]:
         parts = enumerate(shards.saved_parts(i)) if unit.saved else ()
         kept = unit.kept if unit.kept.leaves else Route()
         yield from (SavedNames(i, at, tuple(sorted(one.names))) for at, one in parts if one.recomputed or one.route != kept)
+        yield from (SavedNames(i, at, tuple(one.names)) for at, one in enumerate(shards.results(i), 1))
 
 
 def _memories(hardware: Hardware, places: Mapping[str, int]) -> tuple[Memory, ...]:
@@ -273,6 +283,24 @@ def _place_for(hardware: Hardware, name: str, needed: int) -> Place:
             needed_bytes=needed,
         )
     return place
+
+
+def _updating(plan: Plan) -> list[str]:
+    """The places that update."""
+    return sorted({unit.states.home for unit in plan.units if unit.update.on is Processor.PLACE})
+
+
+def _check_computes(hardware: Hardware, name: str, needed: int) -> None:
+    """Refuse a place that does not update what rests in it."""
+    place = hardware.place(name)
+    if place is None or place.update_bandwidth is None:
+        raise InfeasibleError(
+            f"the plan updates {format_bytes(needed)} ({needed} B) in {name}, which does not compute on {hardware.name}: give "
+            f"the figure places.{name}.update_bandwidth, choose other hardware, or another policy",
+            constraint=name,
+            capacity_bytes=0,
+            needed_bytes=needed,
+        )
 
 
 def _check_places(profile: Profile, plan: Plan) -> None:

@@ -23,7 +23,7 @@ class OffloadedActivations:
 
     def __init__(self, builder: Builder, copies: Copies, plan: Plan, shards: Shards, pinned: str) -> None:
         self._builder, self._copies, self._plan, self._pinned = builder, copies, plan, pinned
-        self._parts = shards.saved_parts
+        self._parts, self._results = shards.saved_parts, shards.results
 
     def after_forward(self, forward: TaskId) -> None:
         """Copy to where they rest, part by part."""
@@ -75,10 +75,12 @@ class OffloadedActivations:
     def _has_input(self, unit: int, part: int) -> bool:
         """Whether the input goes with a part."""
         parts = self._parts(unit)
-        return not parts or parts[part].route == self._plan.units[unit].kept
+        return parts[part].route == self._plan.units[unit].kept if parts else not part
 
     def _ahead(self, unit: int, part: int) -> int:
         parts = self._parts(unit)
+        if not parts and part:
+            return self._results(unit)[part - 1].route.ahead
         return (parts[part].route if parts else self._plan.units[unit].kept).ahead
 
     def _at(self, memory: str, move: Move, unit: int, micro_batch: int, use: Kind | None = None) -> BufferId:

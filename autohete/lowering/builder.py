@@ -299,8 +299,8 @@ class Builder:
         """Issue ``task`` when :meth:`beside` would let it start, ahead of what follows the passes from there on."""
         draft = self.drafts[self._index[task]]
         place = self._beside(user, distance, source)
-        if place >= 0:
-            draft.follows = min(place, draft.follows)
+        if 0 <= place < draft.follows:
+            draft.follows, self.waits.issues_early = place, True
 
     def hold_up(self, blocker: TaskId, overlapped: int = 0) -> None:
         """Make a pass and its synchronous fetches wait for ``blocker``: ``overlapped`` passes after the one that follows it."""

@@ -129,11 +129,22 @@ class Compute:
                 self._builder.read(task, Value.ACTIVATIONS, unit, part=part)
         else:
             duration = durations.forward if recomputation.hands_on else durations.recompute
-            self._pass(task, duration(unit, self._plan.hooks.forward, self._plan.hooks.recomputation))
+            whole = duration(unit, self._plan.hooks.forward, self._plan.hooks.recomputation)
+            results = self._shards.results(unit)
+            names = frozenset(name for one in results for name in one.names)
+            self._pass(task, durations.without_products(unit, whole, names) if names else whole)
+            self._take_results(task, results)
         # Its output is not needed again, except within a segment.
         self._keep(task, recomputation.keeps, 0 if recomputation.hands_on else self._profile.units[unit + 1].input_bytes)
         if recomputation.hands_on:
             self._hand_on(task)
+
+    def _take_results(self, task: TaskId, results: Sequence[SavedPart]) -> None:
+        """Let the recomputation ``task`` take the results that forward has kept."""
+        for part, one in enumerate(results, 1):
+            use = Kind.BACKWARD if one.route.leaves else None
+            self._builder.read(task, Value.ACTIVATIONS, task.unit, part=part)
+            self._builder.free(task, on_gpu(Value.ACTIVATIONS, task.unit, task.micro_batch, use, part))
 
     def _hand_on(self, task: TaskId) -> None:
         """Make the output, which is the input of the unit above."""
@@ -148,6 +159,8 @@ class Compute:
         b, unit, times = self._builder, task.unit, self._profile.units[task.unit]
         if kept not in (Activations.SELECTIVE, Activations.KEEP):
             b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
+            for part, one in enumerate(self._shards.results(unit) if task.kind is Kind.FORWARD else (), 1):
+                b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, again=part), one.size_bytes)
         elif self._plan.units[unit].activations in (Activations.RECOMPUTE, Activations.DROP):  # all of it again
             b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), times.kept_bytes)
             b.workspace(task, times.forward_workspace_bytes + unused_bytes)
@@ -246,12 +259,13 @@ class Compute:
         its products add to the sums.
         """
         b, plan, gradients = self._builder, self._plan.units[unit], on_gpu(Value.GRADIENTS, unit, task.micro_batch)
-        added_here = not plan.accumulates_on_host and self._shards.stage(unit) < 2
+        added_here = not plan.accumulates_on_host and not self._shards.reduces_each(unit)
         if begins:
-            count = self._profile.units[unit].trained_parameters
+            count, at_a_time = self._profile.gradient_elements(unit), self._profile.added_elements(unit)
             size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
             if task.micro_batch and added_here:
-                at_once = self._profile.units[unit].added_elements * self._profile.element_bytes if complete else size
+                whole = not complete or self._plan.flat_buffers.adds_whole
+                at_once = size if whole else at_a_time * self._profile.element_bytes
                 b.allocate(task, gradients, 0 if self._in_place else at_once)
             else:
                 b.make(task, gradients, size)

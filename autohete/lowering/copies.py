@@ -26,6 +26,7 @@ _KINDS_OF_PARAMETERS = {
     (When.BEFORE_FORWARD, HOST_MEMORY, True): Kind.READ_FORWARD,
     (When.BEFORE_BACKWARD, HOST_MEMORY, True): Kind.READ_BACKWARD,
     (When.AFTER_UPDATE, HOST_MEMORY, False): Kind.WRITE_PARAMETERS,
+    (When.AFTER_UPDATE, HOST_MEMORY, True): Kind.READ_UPDATED,
 }
 #: The memories of every GPU and its host; others are places.
 _NEAR = (GPU_MEMORY, HOST_MEMORY)
@@ -73,6 +74,11 @@ def lane_between(source: str, target: str) -> str:
     if target not in _NEAR:
         return f"{target}_write"
     return H2D if target == GPU_MEMORY else D2H
+
+
+def update_lane(place: str) -> str:
+    """The name of the lane on which a place updates what rests in it."""
+    return f"{place}_update"
 
 
 def kind_of(move: Move) -> Kind:

@@ -57,6 +57,12 @@ def recompute(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
 
 
 @_kept
+def without_products(unit: int, whole: Duration, results: frozenset[str]) -> Duration:
+    """A recomputation of ``unit`` that lasts ``whole``, without the products of some results."""
+    return lambda profile: max(whole(profile) - profile.units[unit].product_seconds(results), 0.0)
+
+
+@_kept
 def selective(unit: int, names: frozenset[str]) -> Duration:
     """The recomputation of some saved tensors of ``unit``."""
     return lambda profile: profile.units[unit].again_seconds(names)
@@ -97,9 +103,15 @@ def with_place(name: str, size_bytes: int, *, write: bool) -> Duration:
 
 
 @_kept
-def collective(size_bytes: int, rounds: int = 1) -> Duration:
-    """A gather or a reduction to parts; an all-reduce has two rounds."""
-    return lambda profile: rounds * profile.collective_seconds(size_bytes)
+def place_update(name: str, traffic_bytes: int) -> Duration:
+    """An update within a place of the hardware."""
+    return lambda profile: profile.place_update_seconds(name, traffic_bytes)
+
+
+@_kept
+def collective(unit: int, size_bytes: int, rounds: int = 1) -> Duration:
+    """A gather of values of ``unit``, or a reduction to parts; an all-reduce has two rounds."""
+    return lambda profile: rounds * profile.unit_collective_seconds(unit, size_bytes)
 
 
 @_kept

@@ -39,8 +39,8 @@ def slot_bytes(profile: Profile, plan: Plan, shards: Shards) -> int:
     gradients = profile.element_bytes if plan.slots.with_gradients else 0
     return max(
         (
-            profile.parameter_bytes(i) + times.trained_parameters * gradients
-            for i, times in enumerate(profile.units)
+            profile.parameter_bytes(i) + profile.gradient_elements(i) * gradients
+            for i in range(len(profile.units))
             if shards.comes_and_goes(i)
         ),
         default=0,

@@ -146,7 +146,7 @@ class Parameters:
         kind = Kind.GATHER_FORWARD if for_forward else Kind.GATHER_BACKWARD
         size = self._profile.parameter_bytes(unit)
         priority = unit if for_forward else b.backward_priority(unit)
-        gather = b.task(kind, unit, COLLECTIVE, durations.collective(size), priority, user.micro_batch)
+        gather = b.task(kind, unit, COLLECTIVE, durations.collective(unit, size), priority, user.micro_batch)
         if copies := self._plan.flat_buffers.gather_copies:
             b.prolong(user, durations.gpu_copies(size, copies))
         b.read(gather, Value.PARAMETER_SHARD, unit)
@@ -203,7 +203,7 @@ class Parameters:
 
     def _gather_updated(self, unit: int) -> None:
         size = self._profile.units[unit].trained_parameters * self._profile.element_bytes
-        gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, durations.collective(size), unit)
+        gather = self._builder.task(Kind.GATHER_UPDATED, unit, COLLECTIVE, durations.collective(unit, size), unit)
         self._builder.write(gather, Value.PARAMETERS, unit)
 
     def _refresh(self, unit: int) -> TaskId:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from autohete.errors import InputError, OptimizerError
 from autohete.plan import Activations, Plan, Processor, UnitPlan
-from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, saved_parts
+from autohete.plan.moves import SavedPart, SavedSize, UnitSizes, kept_results, saved_parts
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.profile import Profile, SavedTensors, UnitProfile
 from autohete.schedule import GPU_MEMORY, Value
@@ -38,8 +38,8 @@ class Shards:
         self._sizes: dict[tuple[UnitPlan, int], UnitSizes] = {}
 
     def _part(self, unit: int, from_stage: int) -> int:
-        count = self._profile.units[unit].trained_parameters
-        return self._profile.hardware.part_of(count) if self._stages[unit] >= from_stage else count
+        sharded = self._stages[unit] >= from_stage
+        return self._profile.part_of(unit) if sharded else self._profile.units[unit].trained_parameters
 
     def sizes(self, unit: int) -> UnitSizes:
         """The sizes of the unit's values for one GPU."""
@@ -51,6 +51,8 @@ class Shards:
     def _sizes_of(self, unit: int) -> UnitSizes:
         profile, on_gpu, on_cpu = self._profile, self._on_gpu[unit], self._updated[unit] - self._on_gpu[unit]
         with_states = self._plan.units[unit].parameters_with_states
+        # A place that updates has the parameters in fp32: masters, or without them parameters of its own.
+        own = self._plan.units[unit].update.on is Processor.PLACE and not profile.workload.has_masters
         return UnitSizes(
             element_bytes=profile.element_bytes,
             parameters=self.parameters(unit),
@@ -62,12 +64,13 @@ class Shards:
             gpu_updated=on_gpu,
             cpu_updated=on_cpu,
             gpu_state_bytes=profile.state_bytes(unit, on_gpu) + on_gpu * profile.element_bytes * with_states,
-            cpu_state_bytes=profile.state_bytes(unit, on_cpu),
-            summed_bytes=profile.units[unit].trained_parameters * profile.element_bytes * (profile.workload.micro_batches > 1),
+            cpu_state_bytes=profile.state_bytes(unit, on_cpu) + on_cpu * profile.element_bytes * own,
+            summed_bytes=profile.gradient_elements(unit) * profile.element_bytes * (profile.workload.micro_batches > 1),
             saved_bytes=profile.saved_bytes(unit, on_cpu),
             input_bytes=profile.units[unit].input_bytes,
             activation_bytes=profile.units[unit].activation_bytes,
             saved=_saved_sizes(profile.units[unit].saved),
+            results=_saved_sizes(profile.units[unit].results),
             beside_gpu=profile.hardware.beside_gpu,
         )
 
@@ -75,9 +78,22 @@ class Shards:
         """The parts of what the unit's forward keeps besides its input; none if it keeps at most that."""
         return parts_of(self._plan.units[unit], self._profile.units[unit])
 
+    def results(self, unit: int) -> tuple[SavedPart, ...]:
+        """The results of products that the unit's forward keeps for its recomputation: parts of its activations, from 1 on."""
+        return kept_results(self._plan.units[unit], _saved_sizes(self._profile.units[unit].results))
+
     def stage(self, unit: int) -> int:
         """The unit's ZeRO stage."""
         return self._stages[unit]
+
+    def reduces_each(self, unit: int) -> bool:
+        """Whether the gradients of each micro-batch are reduced, because the GPUs sum no more than their parts of them."""
+        return self.stage(unit) >= 2 and not self._plan.sums_whole
+
+    def reduced(self, unit: int) -> int:
+        """Elements of the gradients that a GPU holds after their reduction."""
+        elements = self._profile.gradient_elements(unit)
+        return self._profile.hardware.part_of(elements) if self.stage(unit) >= 2 else elements
 
     def updated(self, unit: int) -> int:
         """Parameters that each GPU, or its process on the host, updates."""
@@ -101,8 +117,10 @@ class Shards:
 
     def updated_on(self, unit: int, side: Processor) -> int:
         """Updated parameters by processor; the GPU takes the first ones."""
-        on_gpu = self._on_gpu[unit]
-        return on_gpu if side is Processor.GPU else self._updated[unit] - on_gpu
+        on_gpu, on = self._on_gpu[unit], self._plan.units[unit].update.on
+        if side is Processor.GPU:
+            return on_gpu
+        return self._updated[unit] - on_gpu if side is on else 0
 
     def updates_on(self, unit: int, side: Processor) -> bool:
         """Whether that processor has an update to run. A frozen unit has none."""
@@ -153,7 +171,7 @@ class Shards:
         if updates_in_backward(training.optimizer):
             self._check_updates_in_backward()
         units = range(len(plan.units))
-        if any(self.updates_on(unit, Processor.CPU) for unit in units):
+        if any(self.updates_on(unit, side) for unit in units for side in (Processor.CPU, Processor.PLACE)):
             self._profile.check_cpu_updates()
         cut = (unit for unit in units if self.stage(unit) or plan.units[unit].update.share or plan.units[unit].states.parts > 1)
         whole = next((unit for unit in cut if not self._profile.updates_any_share(unit)), None)

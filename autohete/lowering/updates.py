@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
 from autohete.lowering.clipping import ClippingTasks, scaled_bytes
-from autohete.lowering.copies import Copies
+from autohete.lowering.copies import Copies, update_lane
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import passing_parameters, pinned_memory
 from autohete.lowering.shards import Shards
@@ -76,12 +76,12 @@ class Updates:
         self._reduce_gradients(unit, last)
         if self.waits_for_other_rank(unit):
             self._sum_copies(unit)
-        on_cpu, norm_on = self._plan.units[unit].update.on is Processor.CPU, self._clipping.norm_on(unit)
-        if on_cpu and self._plan.delayed:
+        leaves, norm_on = self._plan.units[unit].update.on is not Processor.GPU, self._clipping.norm_on(unit)
+        if leaves and self._plan.delayed:
             self._cpu_update(unit)
         if norm_on is Processor.GPU:
             self._clipping.norm(unit)
-        if on_cpu:
+        if leaves:
             self._offload_gradients(unit, last)
         if norm_on is Processor.CPU:
             self._clipping.norm(unit)
@@ -104,14 +104,18 @@ class Updates:
             self._gpu_update(unit)
         if self._shards.updates_on(unit, Processor.CPU) and not self._plan.delayed:
             self._cpu_update(unit)
+        if self._shards.updates_on(unit, Processor.PLACE):
+            self._place_update(unit)
 
     def between(self, backward: TaskId) -> None:
         """Handle the gradients of a micro-batch other than the last."""
         unit, micro_batch = backward.unit, backward.micro_batch
         if self._shards.is_frozen(unit):
             return
-        if self._plan.units[unit].accumulates_on_host or self._shards.stage(unit) >= 2:
+        if self._plan.units[unit].accumulates_on_host or self._shards.reduces_each(unit):
             self._reduce_gradients(unit, micro_batch)
+        elif self._plan.flat_buffers.adds_whole:
+            self._put_together(unit, micro_batch)
         if self._copies.find(Kind.OFFLOAD_GRADIENTS, unit, micro_batch):
             self._offload_gradients(unit, micro_batch)
 
@@ -133,12 +137,11 @@ class Updates:
         if self._shards.gpus == 1:
             return
         element = self._profile.element_bytes
-        size, buffers = self._profile.units[unit].trained_parameters * element, self._plan.flat_buffers
-        if buffers.reduce_copies:
-            b.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, buffers.reduce_copies))
-        rounds = 2 if not stage or buffers.reduces_all else 1
+        size = self._profile.gradient_elements(unit) * element
+        self._put_together(unit, micro_batch)
+        rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
         # A part of backward: no gather for a later backward overtakes it, which would keep the gradients on the GPU.
-        priority, seconds = b.backward_priority(unit), durations.collective(size, rounds)
+        priority, seconds = b.backward_priority(unit), durations.collective(unit, size, rounds)
         reduce = b.task(Kind.REDUCE_GRADIENTS, unit, COLLECTIVE, seconds, priority, micro_batch)
         if stage < 2:
             if self._plan.gradients_in_parameters(unit):
@@ -146,11 +149,20 @@ class Updates:
             b.write(reduce, Value.GRADIENTS, unit)
             return
         b.read(reduce, Value.GRADIENTS, unit)
-        b.free(reduce, on_gpu(Value.GRADIENTS, unit, micro_batch))
-        if micro_batch and not self._plan.units[unit].accumulates_on_host:
+        on_host = self._plan.units[unit].accumulates_on_host
+        first = micro_batch if on_host or self._shards.reduces_each(unit) else 0  # whose buffer the sums are
+        b.free(reduce, on_gpu(Value.GRADIENTS, unit, first))
+        if first and not on_host:
             b.write(reduce, Value.GRADIENT_SHARD, unit)
         else:
-            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, micro_batch), self._shards.updated(unit) * element)
+            b.make(reduce, on_gpu(Value.GRADIENT_SHARD, unit, first), self._shards.reduced(unit) * element)
+
+    def _put_together(self, unit: int, micro_batch: int) -> None:
+        """Let backward copy the gradients to the flat buffer of a reduction."""
+        copies = self._plan.flat_buffers.reduce_copies if self._shards.gpus > 1 else 0
+        if copies:
+            size = self._profile.gradient_elements(unit) * self._profile.element_bytes
+            self._builder.prolong(task_id(Kind.BACKWARD, unit, micro_batch), durations.gpu_copies(size, copies))
 
     def _gpu_update(self, unit: int) -> None:
         count = self._shards.updated_on(unit, Processor.GPU)
@@ -274,6 +286,20 @@ class Updates:
         if plan.units[unit].gradients.far:
             b.free(update, self._gradients_on_host(unit))
         self._bring_states_home(unit)
+
+    def _place_update(self, unit: int) -> None:
+        """Update in the place where states and gradients rest; the parameters leave it."""
+        b, plan, sizes = self._builder, self._plan.units[unit], self._shards.sizes(unit)
+        place, written = plan.states.home, self._copies.find(Kind.WRITE_GRADIENTS, unit, self._last)
+        assert written is not None, "a place updates with gradients that rest in it"
+        seconds = durations.place_update(place, 2 * sizes.cpu_state_bytes + written.size_bytes)
+        update = b.task(Kind.PLACE_UPDATE, unit, update_lane(place), seconds, unit)
+        b.read(update, Value.GRADIENTS, unit, place)
+        self._clipping.scale(update)
+        b.write(update, Value.OPTIMIZER_STATES, unit, place)
+        read = self._copies.add(Kind.READ_UPDATED, unit, unit)
+        b.read(read, Value.OPTIMIZER_STATES, unit, place)
+        b.write(read, Value.PARAMETERS, unit, HOST_MEMORY)
 
     def _takes_gradients(self, task: TaskId, *, is_last: bool) -> None:
         """``task`` reads the unit's gradients on the GPU, possibly in the memory of its parameters; the last reader frees

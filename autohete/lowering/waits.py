@@ -37,10 +37,11 @@ class Waits:
 
     Attributes:
         author: who adds waits now: 0 for data, otherwise a rule by its index counted from 1.
+        issues_early: whether a task is issued before it is declared.
     """
 
     def __init__(self) -> None:
-        self.author = 0
+        self.author, self.issues_early = 0, False
         #: For some tasks, a task that is issued before them.
         self._issued_before: dict[int, int] = {}
         #: For each task, its waits within the iteration with the first author; and those on the previous iteration, if any.
@@ -86,9 +87,8 @@ class Waits:
         Raises:
             CycleError: tasks wait for each other.
         """
-        if not any(same and max(same) > task for task, same in enumerate(self._same)) and not any(
-            u > task for task, u in self._issued_before.items()
-        ):
+        declared = not self.issues_early and all(u <= task for task, u in self._issued_before.items())
+        if declared and not any(same and max(same) > task for task, same in enumerate(self._same)):
             return list(range(len(self._same)))
         before = [[*same] for same in self._same]
         for task, u in self._issued_before.items():

@@ -149,11 +149,14 @@ class FlatBuffers:
         reduce_copies: how often gradients are copied, or changed in place, between the pass that completes them and their
             reduction: 1 puts them into the buffer.
         reduces_all: gradients are all-reduced even if each GPU only uses those of its part.
+        adds_whole: every backward puts the gradients of a unit together, and adds them to a sum of whole gradients as one.
+            Otherwise it adds those of one parameter at a time, and only sums are put together.
     """
 
     gather_copies: int = 0
     reduce_copies: int = 0
     reduces_all: bool = False
+    adds_whole: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -205,6 +208,8 @@ class Plan(Hashed):
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         sums_in_place: the products of a backward add to the sums of earlier micro-batches (cuBLAS with ``beta = 1``), so on the
             GPU no gradient exists besides its sum. Otherwise a gradient is made, and added.
+        sums_whole: each GPU sums whole gradients of micro-batches where it would keep a part of them (stages 2 and 3). Only the
+            sums are reduced. Otherwise the gradients of each micro-batch are.
         holds_inputs: the input of a recomputed unit with frozen parameters, and the gradient of that input, stay until the
             backward of the micro-batch ends. Otherwise each is freed by the pass that needs it last.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
@@ -225,6 +230,7 @@ class Plan(Hashed):
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     sums_in_place: bool = False
+    sums_whole: bool = False
     holds_inputs: bool = False
     delayed: bool = False
     memory_waits: bool = False
@@ -312,8 +318,8 @@ class Plan(Hashed):
 
     @property
     def offloaded_optimizer_units(self) -> int:
-        """Units that the CPU updates, fully or in part."""
-        return sum(unit.update.on is Processor.CPU for unit in self.units)
+        """Units that the GPU does not update, or only in part."""
+        return sum(unit.update.on is not Processor.GPU for unit in self.units)
 
     @property
     def counts(self) -> PlanCounts:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autohete.errors import InputError
-from autohete.plan import Activations, Footprint, Processor, Route, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Processor, Route, UnitPlan
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Value
 from autohete.schedule.parts import part_ranges
 
@@ -124,12 +124,13 @@ class UnitSizes:
         trained: trained parameters.
         kept: those of them that the GPU holds between uses.
         frozen_bytes: size of the frozen ones that it holds.
-        gpu_updated, cpu_updated: parameters that each processor updates.
+        gpu_updated, cpu_updated: parameters that the GPU updates, and those that the CPU or a place does.
         gpu_state_bytes, cpu_state_bytes: size of their optimizer states, and of parameters that travel with them.
         summed_bytes: size of the sums of several micro-batches on the GPU; 0 with one.
         saved_bytes: by how much the states on the CPU are smaller than those of AdamW.
         input_bytes, activation_bytes: of one micro-batch: the input; everything that backward needs.
         saved: what that has besides the input, tensor by tensor. Empty: not known.
+        results: what its products give. Empty: not known.
         beside_gpu: the places of the hardware that exchange data with the GPU. All others are behind the host.
     """
 
@@ -149,6 +150,7 @@ class UnitSizes:
     input_bytes: int
     activation_bytes: int
     saved: tuple[SavedSize, ...] = ()
+    results: tuple[SavedSize, ...] = ()
     beside_gpu: tuple[str, ...] = ()
 
     def way(self, home: str, processor: Processor = Processor.GPU) -> tuple[str, ...]:
@@ -167,7 +169,7 @@ def rests(unit: UnitPlan, sizes: UnitSizes, held: Footprint, pinned: str) -> Ite
         held: what the system holds for what the CPU updates.
         pinned: the memory of pinned buffers.
     """
-    on_cpu = unit.update.on is Processor.CPU
+    on_cpu = unit.update.on is not Processor.GPU
     if not unit.parameters.leaves:
         yield Resting(sizes.parameters, GPU_MEMORY, sizes.kept * sizes.element_bytes + sizes.frozen_bytes)
     else:
@@ -214,7 +216,7 @@ def moves(unit: UnitPlan, sizes: UnitSizes, *, has_backward: bool = True) -> Ite
 
 
 def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -> Iterator[Move]:
-    route, on_cpu = unit.parameters, unit.update.on is Processor.CPU
+    route, on_cpu = unit.parameters, unit.update.on is not Processor.GPU
     way = sizes.way(route.home)
     if route.leaves:
         # Of parameters that the GPU updates, the host has only a copy in the format in which the GPU computes.
@@ -246,6 +248,9 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
         there = Processor.CPU if on_cpu else Processor.GPU
         for source, target in pairwise(reversed(sizes.way(route.home, there))):
             yield Move(Value.PARAMETERS, source, target, size, When.AFTER_UPDATE, pinned=pinned)
+    if unit.update.on is Processor.PLACE:
+        size = Format(unit.update.returned_bytes).bytes_of(sizes.cpu_updated, sizes.element_bytes)
+        yield Move(Value.PARAMETERS, unit.states.home, HOST_MEMORY, size, When.AFTER_UPDATE)
     if unit.refreshed:
         size = unit.refresh.bytes_of(sizes.cpu_updated, sizes.element_bytes)
         yield Move(Value.PARAMETERS, HOST_MEMORY, GPU_MEMORY, size, When.AFTER_UPDATE, pinned=unit.refresh.pinned)
@@ -302,11 +307,31 @@ def saved_parts(unit: UnitPlan, saved: tuple[SavedSize, ...], kept_bytes: int) -
     return tuple(SavedPart(*key, size(key), frozenset(names[key])) for key in sorted(names, key=order))
 
 
+def kept_results(unit: UnitPlan, results: tuple[SavedSize, ...]) -> tuple[SavedPart, ...]:
+    """The results of products that a forward keeps for the recomputation of its unit, in the order of the plan.
+
+    Args:
+        unit: the decisions.
+        results: the sizes of all results. Empty: not known.
+
+    Raises:
+        InputError: the plan names a result that the profile does not.
+    """
+    sizes = {one.name: one.size_bytes for one in results}
+    if unknown := [one.name for one in unit.results if one.name not in sizes]:
+        known = f"it names {', '.join(sizes)}" if sizes else "it names none"
+        raise InputError(f"the plan keeps the result {unknown[0]!r}, which the profile does not name ({known}): plan for it")
+    return tuple(SavedPart(one.route, False, sizes[one.name], frozenset({one.name})) for one in unit.results)
+
+
 def _moves_of_activations(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """Of activations each part that rests elsewhere, the input with that of ``unit.kept``; or only the input."""
     if unit.activations in (Activations.RECOMPUTE, Activations.DROP):
         if unit.kept.leaves:
             yield from _there_and_back(Value.INPUT, sizes.way(unit.kept.home), sizes.input_bytes)
+        for index, result in enumerate(kept_results(unit, sizes.results), 1):
+            if result.route.leaves:
+                yield from _there_and_back(Value.ACTIVATIONS, sizes.way(result.route.home), result.size_bytes, index)
         return
     if not (unit.kept.leaves or unit.saved):
         return
@@ -341,12 +366,13 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     yield last
     if unit.gradients.far:
         yield Move(Value.GRADIENTS, HOST_MEMORY, unit.gradients.home, size, When.AFTER_BACKWARD)
-        yield Move(Value.GRADIENTS, unit.gradients.home, HOST_MEMORY, size, When.BEFORE_UPDATE)
+        if unit.update.on is Processor.CPU:
+            yield Move(Value.GRADIENTS, unit.gradients.home, HOST_MEMORY, size, When.BEFORE_UPDATE)
 
 
 def _moves_of_states(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
     """The states of a whole unit, as one processor updates it, part by part."""
-    if not unit.states.leaves:
+    if not unit.states.leaves or unit.update.on is Processor.PLACE:
         return
     on_cpu = unit.update.on is Processor.CPU
     way = sizes.way(unit.states.home, unit.update.on)

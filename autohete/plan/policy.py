@@ -57,7 +57,8 @@ class Judgement:
 
     Args:
         verdict: whether it fits.
-        seconds: steady-state iteration time.
+        seconds: steady-state iteration time; of pipelines, whose ranks share a batch, that of as many iterations as train the
+            batches of all GPUs.
         peaks: peak occupancy of each memory.
         exact: simulated in full, not estimated.
     """

@@ -28,10 +28,11 @@ class Activations(StrEnum):
 
 
 class Processor(StrEnum):
-    """The processor that updates a unit's parameters."""
+    """The processor that updates a unit's parameters: the GPU, the CPU, or that of the place where its states rest."""
 
     GPU = "gpu"
     CPU = "cpu"
+    PLACE = "place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +177,27 @@ class Update:
             of this fraction stay on the GPU. The gradients stay on the GPU until both processors have taken their part.
         norm_on: the processor that computes the norm of the gradients when they are clipped. None: the GPU, except for
             gradients that are accumulated on the host, which are complete only there.
+        returned_bytes: bytes of an updated parameter on its way from a place that updates to the host. None: those with which
+            the GPU computes.
     """
 
     on: Processor = Processor.GPU
     share: float = 0.0
     norm_on: Processor | None = None
+    returned_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 <= self.share < 1:
             raise InputError(f"share of the update is {self.share}: give 0 or more and less than 1; for all, update on the GPU")
-        if self.share and self.on is Processor.GPU:
-            raise InputError(f"share is {self.share}, but the GPU updates all: leave share out, or update on the CPU")
+        if self.share and self.on is not Processor.CPU:
+            raise InputError(f"share is {self.share}, but the {self.on} updates all: leave share out, or update on the CPU")
+        if self.norm_on is Processor.PLACE:
+            raise InputError("a place computes no norm of gradients: let the GPU do that, or leave norm_on out")
+        if self.returned_bytes is not None and not (self.on is Processor.PLACE and 1 <= self.returned_bytes <= 64):
+            raise InputError(
+                f"returned_bytes is {self.returned_bytes}: give 1 to 64 bytes for an update in a place, or leave it out"
+            )
         if self.share and self.norm_on is Processor.CPU:
             raise InputError(f"share is {self.share}: the host has no norm of gradients of which the GPU keeps a part")
 
@@ -212,6 +222,8 @@ class UnitPlan(Hashed):
         gradients_replace_parameters: a finished gradient overwrites the 16-bit parameters on the GPU.
         kept: where the values that forward keeps rest: activations with the input, or with recomputation the input.
         saved: the tensors that forward saves and that go another way.
+        results: results of products with weights that a forward keeps although the unit is recomputed. The recomputation takes
+            them instead of computing them.
         states: where the optimizer states rest. States that the CPU updates rest on the host unless this names a place.
         parameters_with_states: parameters that rest on the host and are their own masters leave after backward and travel with
             the states to an update on the GPU, and home with them. Otherwise they stay from the last backward to the update.
@@ -234,6 +246,7 @@ class UnitPlan(Hashed):
     gradients_replace_parameters: bool = False
     kept: Route = Route()
     saved: tuple[SavedRoute, ...] = ()
+    results: tuple[SavedRoute, ...] = ()
     states: Route = Route()
     parameters_with_states: bool = False
     sum_bytes: int | None = None
@@ -264,7 +277,12 @@ class UnitPlan(Hashed):
                 f"states rest with {self.states}, but the CPU updates them: they are on the host, so leave that out, let them "
                 "rest in another place, or update on the GPU"
             )
-        if self.gradients.far and not (self.states.home == self.gradients.home and self.update.on is Processor.CPU):
+        if self.update.on is Processor.PLACE and not (self.gradients.far and not self.parameters.far):
+            raise InputError(
+                "a place updates with states and gradients that rest in it, and parameters rest elsewhere: let both rest in "
+                "one place, and parameters on the GPU or the host"
+            )
+        if self.gradients.far and not (self.states.home == self.gradients.home and self.update.on is not Processor.GPU):
             raise InputError(
                 f"gradients wait in {self.gradients.home} only where they come back with states that the CPU updates: let the "
                 f"states rest in {self.gradients.home} and the CPU update, or let the gradients rest on the host"
@@ -305,10 +323,17 @@ class UnitPlan(Hashed):
     def _check_saved(self) -> None:
         if self.saved and self.activations not in (Activations.KEEP, Activations.SELECTIVE):
             raise InputError(f"a forward that keeps at most its input ({self.activations}) saves no tensors: leave saved out")
-        names = [one.name for one in self.saved]
-        if len(set(names)) < len(names):
-            raise InputError(f"saved names {names}: give each name once")
-        if self.rank is None and any(one.share < 1 for one in self.saved):
+        if self.results and (self.activations is not Activations.RECOMPUTE or self.again):
+            raise InputError(
+                "results are kept for the one recomputation of a whole unit: let it recompute without again, or leave them out"
+            )
+        if any(one.recomputed for one in self.results):
+            raise InputError("a result that is kept is not recomputed: leave it out of results")
+        for what, some in (("saved", self.saved), ("results", self.results)):
+            names = [one.name for one in some]
+            if len(set(names)) < len(names):
+                raise InputError(f"{what} names {names}: give each name once")
+        if self.rank is None and any(one.share < 1 for one in (*self.saved, *self.results)):
             raise InputError("a part of a tensor leaves the GPU in pipelines only: give share 1, or a rank")
         if self.activations is Activations.KEEP and (again := [one.name for one in self.saved if one.recomputed]):
             raise InputError(f"saved recomputes {again[0]}, but activations are kept: make them selective")
@@ -357,16 +382,16 @@ class UnitPlan(Hashed):
     @property
     def activations_leave(self) -> bool:
         """Whether anything that forward keeps leaves the GPU until backward."""
-        return self.kept.leaves or any(one.route.leaves for one in self.saved)
+        return self.kept.leaves or any(one.route.leaves for one in (*self.saved, *self.results))
 
     @property
     def homes(self) -> tuple[str, ...]:
         """The homes of its values."""
-        saved = tuple(one.route.home for one in self.saved)
+        saved = tuple(one.route.home for one in (*self.saved, *self.results))
         return (self.parameters.home, self.kept.home, self.gradients.home, self.states.home, *saved)
 
     @property
     def refreshed(self) -> bool:
-        """Whether the GPU has a copy of parameters that the CPU updates; otherwise they come with the next fetch."""
+        """Whether the GPU has a copy of parameters that others update; otherwise they come with the next fetch."""
         stays = not self.parameters.leaves or self.parameters.stays_after_backward
-        return self.update.on is Processor.CPU and stays
+        return self.update.on is not Processor.GPU and stays

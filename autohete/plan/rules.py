@@ -18,6 +18,8 @@ from autohete.schedule import COPIES, CPU, KIND_MEANING, Kind, TaskId
 #: Tasks whose end completes an optimizer step.
 _ENDS = (
     Kind.CPU_UPDATE,
+    Kind.PLACE_UPDATE,
+    Kind.READ_UPDATED,
     Kind.REFRESH,
     Kind.GPU_UPDATE,
     Kind.WRITE_BACK_BACKWARD,
@@ -256,7 +258,8 @@ class SerialUpdates(Rule):
 @dataclass(frozen=True, slots=True)
 class UpdatesAfterBackward(Rule):
     """CPU updates and CPU gradient norms begin, one after another, once every gradient is on the host (clipping, overflow
-    check). Reads of states from their place begin once the last backward has ended and every gradient is where it waits.
+    check). Reads of states from their place, and updates there, begin once the last backward has ended and every gradient is
+    where it waits.
     """
 
     def apply(self, tasks: Tasks) -> None:
@@ -269,11 +272,12 @@ class UpdatesAfterBackward(Rule):
             if norms:
                 tasks.after(norms[0], before)
         tasks.in_turn(norms)
-        for before in (tasks.passes[-1], *tasks.of(Kind.WRITE_GRADIENTS)) if reads else ():
-            tasks.after(reads[0], before)
-        for read in reads[1:]:
-            tasks.after(read, tasks.passes[-1])
-        tasks.in_turn(reads)
+        for first, *others in (some for some in (reads, tasks.of(Kind.PLACE_UPDATE)) if some):
+            for before in (tasks.passes[-1], *tasks.of(Kind.WRITE_GRADIENTS)):
+                tasks.after(first, before)
+            for task in others:
+                tasks.after(task, tasks.passes[-1])
+            tasks.in_turn([first, *others])
         tasks.in_turn(updates)
 
 
@@ -331,6 +335,18 @@ class GradientsLeaveBeforeBackward(Rule):
         first = next(task for task in tasks.passes if task.kind is Kind.BACKWARD)
         for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
             tasks.after(first, copy, back=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsLeaveAfterBackward(Rule):
+    """The gradients of the last micro-batch leave the GPU once the last backward has ended: a step that follows copies them."""
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        last = tasks.passes[-1]
+        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
+            if copy.micro_batch == last.micro_batch:
+                tasks.after(copy, last)
 
 
 @dataclass(frozen=True, slots=True)

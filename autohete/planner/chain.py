@@ -35,7 +35,8 @@ class Stage:
     """Costs of a unit, in bytes and nanoseconds.
 
     Args:
-        forward_ns: time of a forward or a recomputation.
+        forward_ns: time of a forward, or of a recomputation whose output the unit above needs.
+        recompute_ns: time of a recomputation right before its own backward, which may leave out what only the output needs.
         input_bytes, output_bytes: size of its input and of its output.
         gradient_bytes: size of the gradient of its output, which lives from the backward above to its own.
         kept_bytes: what it keeps in addition to its input when it keeps its activations.
@@ -46,6 +47,7 @@ class Stage:
     """
 
     forward_ns: int
+    recompute_ns: int
     input_bytes: int
     output_bytes: int
     gradient_bytes: int
@@ -63,7 +65,7 @@ class _Ways:
 
     Attributes:
         memory: bytes, without what backward of the units above has left.
-        time: nanoseconds of all forwards.
+        time: nanoseconds of all forwards and recomputations.
         split: index at which the units start that run before the recomputation of ``first``; -1: ``first`` keeps its
             activations.
     """
@@ -106,11 +108,25 @@ class Chain:
                 self._ways(first, last, nested=True)
         self.least_bytes = int(self._ways(0, self._last, nested=True).memory[0])
 
-    def forwards(self) -> list[list[Activations]]:
-        """What each forward of each unit keeps. If the memory does not suffice, assumes the smallest memory that does."""
+    def onward(self, first: int) -> tuple[Numbers, Numbers]:
+        """The ways to compute the units from some unit on: the memory of each, and the time of its forwards."""
+        ways = self._ways(first, self._last, nested=True)
+        return ways.memory, ways.time
+
+    def part(self, first: int, last: int) -> tuple[Numbers, Numbers]:
+        """The ways to compute some units again: the memory of each, and the time of its forwards."""
+        ways = self._ways(first, last, nested=self._nested)
+        return ways.memory, ways.time
+
+    def forwards(self, part: tuple[int, int, int] | None = None) -> list[list[Activations]]:
+        """What each forward of each unit keeps. If the memory does not suffice, assumes the smallest memory that does.
+
+        Args:
+            part: first and last of some units that are computed again, and memory for them, which must suffice. None: all.
+        """
         found: list[list[Activations]] = [[] for _ in self._stages]
         #: (first, last, memory, may be recomputed again), the next on top.
-        parts = [(0, self._last, max(self._memory, self.least_bytes), True)]
+        parts = [(0, self._last, max(self._memory, self.least_bytes), True) if part is None else (*part, self._nested)]
         while parts:
             first, last, memory, nested = parts.pop()
             ways, stage = self._ways(first, last, nested=nested), self._stages[first]
@@ -142,7 +158,8 @@ class Chain:
         backward = kept + stage.gradient_bytes + stage.backward_bytes + self._left[last + 1] - self._left[first + 1]
         if first == last:
             memory = np.array([max(forward, backward)], np.int64)
-            return _Ways(memory, np.array([stage.forward_ns], np.int64), np.array([-1], np.int64))
+            # A part that does not reach the loss is recomputed, up to the unit whose backward is next.
+            return _Ways(memory, np.array([stage.recompute_ns], np.int64), np.array([-1], np.int64))
         above = self._ways(first + 1, last, nested=nested)
         candidates = [(np.maximum(above.memory + kept, max(forward, backward)), above.time + stage.forward_ns, -1)]
         if nested and not stage.keeps:

@@ -16,7 +16,6 @@ from autohete.lowering.copies import lane_between
 from autohete.lowering.footprint import pinned_memory, resident_buffers
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.shards import Shards
-from autohete.lowering.stages import of_one_rank
 from autohete.plan import Plan
 from autohete.plan.moves import When
 from autohete.plan.policy import Judgement, Verdict
@@ -31,17 +30,24 @@ _FEW = 3
 
 
 def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
-    """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps. Of a
-    pipeline, what a rank does on average.
+    """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps. Of the GPUs
+    of a pipeline, the one that holds most.
     """
-    profile, plan = of_one_rank(profile, plan), without_frozen(profile, plan)
+    plan = without_frozen(profile, plan)
     found: Counter[str] = Counter()
+    of_ranks: Counter[int] = Counter()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
-        found[buffer.memory] += buffer.size_bytes
+        if plan.is_pipeline and buffer.memory == GPU_MEMORY and buffer.id.unit is not None:
+            of_ranks[plan.units[buffer.id.unit].rank or 0] += buffer.size_bytes
+        else:
+            found[buffer.memory] += buffer.size_bytes
     if pinned_memory(profile) == PINNED_MEMORY:
         found[HOST_MEMORY] += found[PINNED_MEMORY]
-    found[GPU_MEMORY] += sum(here_bytes(profile, i, unit) for i, unit in enumerate(plan.units)) + profile.loss.peak_bytes
-    return found if plan.ranks == 1 else Counter({memory: size // plan.ranks for memory, size in found.items()})
+    for i, unit in enumerate(plan.units):
+        of_ranks[unit.rank or 0] += here_bytes(profile, i, unit)
+    of_ranks[plan.units[-1].rank or 0] += profile.loss.peak_bytes
+    found[GPU_MEMORY] += max(of_ranks.values())
+    return found
 
 
 def capacities(hardware: Hardware) -> dict[str, int]:
@@ -96,13 +102,11 @@ class OptimisticJudge:
         return Judgement(Verdict.GPU_OUT_OF_MEMORY if never else Verdict.OK, seconds, used, exact=False)
 
     def seconds(self, plan: Plan) -> float:
-        """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile. Of
-        a pipeline, that of an average rank.
-        """
-        profile, ranks = of_one_rank(self._profile, plan), plan.ranks
-        if plan.is_pipeline:  # units of one GPU with all others' work
-            plan = replace(plan, units=tuple(replace(unit, rank=None) for unit in plan.units))
-        key = ranks, plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
+        """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile."""
+        profile = self._profile
+        if plan.is_pipeline:  # whose GPUs share the passes, and exchange less
+            return self.least_seconds
+        key = plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
         plan = without_frozen(profile, plan)
         if key not in self._costs:
             self._costs[key] = Costs(profile, replace(plan, rules=(), slots=None, delayed=False))
@@ -121,4 +125,4 @@ class OptimisticJudge:
             last = RefreshAfterUpdates in kinds
             refreshes = sum(one.seconds_at(H2D, When.AFTER_UPDATE, Value.PARAMETERS) for one in costs) if last else 0.0
             loads.append(passes + updates + refreshes)
-        return max(loads) / ranks - self._rounding
+        return max(loads) - self._rounding

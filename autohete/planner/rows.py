@@ -128,7 +128,8 @@ def recompute_seconds(profile: Profile, unit: int, one: UnitPlan) -> float:
         return 0.0
     if one.activations is Activations.SELECTIVE:
         return block.again_seconds(_recomputed(block, one))
-    return block.recompute_seconds if one.activations is Activations.RECOMPUTE else 0.0
+    taken = block.product_seconds([kept.name for kept in one.results])
+    return max(block.recompute_seconds - taken, 0.0) if one.activations is Activations.RECOMPUTE else 0.0
 
 
 def _state_bytes(one: UnitCosts) -> int:
@@ -389,7 +390,7 @@ class Model:
         down, up = (leaving + fetched * -1.0 for fetched in (for_backward, for_forward))
         down = down * reached[:, None]
         streamed = tables.moves(_state_bytes)
-        gradients = np.array([unit.trained_parameters * profile.element_bytes for unit in blocks], float)
+        gradients = np.array([profile.gradient_elements(unit) * profile.element_bytes for unit in range(n)], float)
         complete = tables.others(lambda one: one.gradient_bytes)
         summed = tables.others(lambda one: one.gradient_bytes * (not one.sums_on_host)) * float(self._m > 1)
         waiting = tables.others(lambda one: one.gradient_bytes * bool(one.at(D2H, When.AFTER_BACKWARD, Value.GRADIENTS)))
@@ -406,7 +407,7 @@ class Model:
         at_backward = there + self._sum(at, leaving, (during + gradient + handed + given + logits) * reached)
         # Each of later micro-batches is added, one parameter after another.
         returning = tables.moves(lambda one: sum(c.move.size_bytes for c in one.at(H2D, When.BEFORE_BACKWARD, Value.GRADIENTS)))
-        added = np.array([unit.added_elements / max(unit.trained_parameters, 1) for unit in blocks])[:, None]
+        added = np.array([profile.added_elements(i) / max(profile.gradient_elements(i), 1) for i in range(n)])[:, None]
         at_backward = at_backward + self._sum(below, summed) + self._sum(at, (summed + returning) * added)
         keeps = loss.logits_bytes * float(loss.keeps_logits) * (units > profile.first_trained)
         at_update = there + self._sum(at, leaving + streamed, (gradient + handed) * reached + keeps) + self._sum(below, summed)

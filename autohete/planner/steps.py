@@ -114,7 +114,7 @@ class BlockCosts:
         self.fetches = [one.seconds_at(H2D, When.BEFORE_FORWARD) for one in away]
         self.write_backs = [one.seconds(D2H) for one in away]
         self.weights = [profile.parameter_bytes(i) for i in range(self.count)]
-        self.gradient_bytes = [block.trained_parameters * profile.element_bytes for block in blocks]
+        self.gradient_bytes = [profile.gradient_elements(i) * profile.element_bytes for i in range(self.count)]
         self.states = [one.resting_bytes(GPU_MEMORY, Value.OPTIMIZER_STATES) for one in here]
         self.kept = [one.resting_bytes(GPU_MEMORY, Value.PARAMETER_SHARD) for one in away]
         #: Whether the CPU can update at all.

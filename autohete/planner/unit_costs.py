@@ -157,7 +157,9 @@ class Costs:
         added = [copy for copy in copies if copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS]
         added = added if one.accumulates_on_host else []  # otherwise they come back, and the GPU adds
         traffic = plan.update_bytes, plan.elementwise_bytes
-        gpu, cpu = ((scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in Processor)
+        gpu, cpu = (
+            (scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in (Processor.GPU, Processor.CPU)
+        )
         return UnitCosts(
             copies,
             (*rests(one, sizes, held, PINNED_MEMORY), Resting(Value.PINNED_STATES, PINNED_MEMORY, arrays)),
@@ -166,26 +168,27 @@ class Costs:
             # Adding reads two values and writes one.
             sums=sum(copy.times * profile.elementwise_seconds(3 * copy.move.size_bytes) for copy in added),
             collectives=tuple(self._collectives(unit, one, shards)),
-            gradient_bytes=(shards.updated(unit) if one.zero_stage >= 2 else sizes.trained) * sizes.element_bytes,
+            gradient_bytes=shards.reduced(unit) * sizes.element_bytes,
         )
 
     def _collectives(self, unit: int, one: UnitPlan, shards: Shards) -> Iterator[UnitCollective]:
         profile, stage, batches = self.profile, shards.stage(unit), self.profile.workload.micro_batches
         if shards.gpus == 1:
             return
-        gather = profile.collective_seconds(profile.parameter_bytes(unit))
+        gather = profile.unit_collective_seconds(unit, profile.parameter_bytes(unit))
         if stage == 3:
             yield UnitCollective(When.BEFORE_FORWARD, gather, batches)
         if stage == 3 and unit >= profile.first_trained and not one.parameters.stays_after_forward:
             yield UnitCollective(When.BEFORE_BACKWARD, gather, batches)
         if shards.is_frozen(unit):
             return
-        seconds = profile.collective_seconds(profile.units[unit].trained_parameters * profile.element_bytes)
-        every = one.accumulates_on_host or stage >= 2
+        seconds = profile.unit_collective_seconds(unit, profile.gradient_elements(unit) * profile.element_bytes)
+        every = one.accumulates_on_host or shards.reduces_each(unit)
         rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1
         yield UnitCollective(When.AFTER_BACKWARD, rounds * seconds, batches if every else 1)
         if stage in (1, 2):
-            yield UnitCollective(When.AFTER_UPDATE, seconds, 1)
+            updated = profile.units[unit].trained_parameters * profile.element_bytes
+            yield UnitCollective(When.AFTER_UPDATE, profile.collective_seconds(updated), 1)
 
     def _planned_everywhere(self, one: UnitPlan) -> tuple[Plan, Shards]:
         """The plan that decides the same for every unit. What forward keeps is no matter of sizes, and not free everywhere."""

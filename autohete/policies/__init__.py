@@ -52,6 +52,8 @@ def _shipped() -> Iterator[tuple[str, type[System]]]:
 
 #: The systems of this package.
 POLICIES: dict[str, type[System]] = dict(_shipped())
+#: Systems whose GPUs have stages of a pipeline.
+PIPELINES = ("pipeline", "pipeline_offload")
 #: Compared by default: the systems that the AutoHete paper compares, and ordinary training.
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 #: Compared by default if several GPUs share a model.
@@ -78,6 +80,8 @@ UPDATE_ON_CPU = (
     "twin_flow",
     "deep_optimizer_states",
 )
+#: Those whose plan another system finds sooner: who asks all systems leaves them out.
+FOUND_SOONER = ("checkmate",)
 #: Those whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
 

@@ -86,9 +86,7 @@ class DeepOptimizerStates:
         gpu = UnitPlan(states=Route(HOST_MEMORY, ahead=0))
         units = [gpu if unit in on_gpu else cpu for unit in range(count)]
         units[1:-1] = [replace(unit, activations=activations) for unit in units[1:-1]]
-        parts = [
-            profile.hardware.part_of(block.trained_parameters) for block in profile.units
-        ]  # one GPU's part of every sub-group
+        parts = [*map(profile.part_of, range(len(profile.units)))]  # one GPU's part of every sub-group
         unused = 4 * sum(parts[unit] for unit in on_gpu)  # gradients that stay on the GPU
         staged = 2 * max(parts) * (min(stride, count) - 1) if mixed else 0
         return Plan(
@@ -121,7 +119,7 @@ def _balanced(profile: Profile, elementwise_bytes: int) -> int:
     """The stride at which the CPU updates the others while the states of one block are fetched, updated and copied back."""
     unit, gpus = 1, profile.hardware.gpus
     times = profile.units[unit]
-    states = profile.state_bytes(unit, profile.hardware.part_of(times.trained_parameters))
+    states = profile.state_bytes(unit, profile.part_of(unit))
     away = profile.h2d_seconds(states) + times.gpu_update_seconds / gpus + profile.d2h_seconds(states)
     on_cpu = profile.cpu_update_seconds(unit, traffic.ADAM_KERNEL, elementwise_bytes) / gpus
     count = len(profile.units)

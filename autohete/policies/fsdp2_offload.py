@@ -143,11 +143,11 @@ class Fsdp2Offload:
 
     def _buffer_bytes(self, profile: Profile) -> int:
         """GPU buffers for copies of the largest unit, in addition to its parameters and its gradients."""
-        element, workload = profile.element_bytes, profile.workload
+        element = profile.element_bytes
         master = 4 if traffic.is_mixed(profile) else 0
         unit = max(block.trained_parameters for block in profile.units)
         frozen = max(map(profile.frozen_bytes, range(len(profile.units))))  # needs no cast
-        tensor = min(unit, workload.largest_tensor)
+        tensor = min(unit, profile.of_rank.largest_tensor)
         # Up: fp32 and its cast, for one tensor; or for one unit, plus the gathered copy.
         fetched = tensor * (element + master) if self._copies_when_needed(profile) else unit * (2 * element + master) + frozen
         return fetched + unit * (element + master)  # down: the reduced gradient, and its fp32 cast

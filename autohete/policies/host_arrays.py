@@ -7,6 +7,7 @@ PyTorch rounds a pinned array up to a power of two since 1.11 (``aten/src/ATen/c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from autohete.profile import Profile
 
@@ -14,12 +15,17 @@ from autohete.profile import Profile
 SUB_GROUP = 1_000_000_000
 
 
-def tensors(profile: Profile) -> Iterator[int]:
-    """Yield the elements of each trained tensor, in the order of the model; those of a unit that is only measured as one."""
+def tensors_by_unit(profile: Profile) -> Iterator[tuple[int, ...]]:
+    """Yield the elements of each trained tensor of a unit, unit by unit; all of one that is only measured as a whole."""
     for unit, costs in enumerate(profile.units):
-        products = profile.workload.tensors(unit, trained=True)
+        products = profile.of_rank.tensors(unit, trained=True)
         sizes = [one.parameters // one.matrices for one in products for _ in range(one.matrices)]
-        yield from sizes if sum(sizes) == costs.trained_parameters else (costs.trained_parameters,)
+        yield tuple(sizes) if sum(sizes) == costs.trained_parameters else (costs.trained_parameters,)
+
+
+def tensors(profile: Profile) -> Iterator[int]:
+    """Yield the elements of each trained tensor, in the order of the model."""
+    return chain.from_iterable(tensors_by_unit(profile))
 
 
 def sub_groups(profile: Profile, size: int) -> Iterator[int]:

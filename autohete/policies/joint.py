@@ -6,9 +6,9 @@
   With several micro-batches, gradients for the CPU are accumulated on the host or on the GPU. DeepSpeed and Megatron-LM forbid
   most of these combinations.
 - Copies, casts, updates and rules are AutoHete's (``autohete.py``), so any gain over it comes from the decisions.
-- The plans of the shipped systems are tried as well, with every flag that their users can choose and with that system's rules,
-  formats and footprint, and used if faster. So this is never slower than any of them that trains
-  synchronously and has a batch on each GPU.
+- The plans of the shipped systems, pipelines among them, are tried as well, with every flag that their users can choose and
+  with that system's rules, formats and footprint, and used if faster. So this is never slower than any of them that trains
+  synchronously.
 
 A linear program over lower bounds of the time and of the memory chooses the start; simulations continue from there
 (``autohete/planner/joint_search.py``).
@@ -162,6 +162,8 @@ def best_plan(profile: Profile, judge: Judge, choices: Choices, known: Sequence[
     if found is None:
         thrifty = every.frugal(relaxed, proven=bound is None, quick=quick)
         return thrifty if quick else every.polished(thrifty)
+    if found.is_pipeline:  # the bound is of plans that are none
+        return found
     seconds = judge(found).seconds
     return replace(found, bound_seconds=seconds if bound is None else min(seconds, bound))
 

@@ -165,7 +165,7 @@ class PatrickStar:
         if margin >= 0:
             on_gpu = 0
             while self.hybrid_adam and on_gpu < len(weights) - 1:
-                margin -= profile.state_bytes(on_gpu, profile.hardware.part_of(profile.units[on_gpu].trained_parameters))
+                margin -= profile.state_bytes(on_gpu, profile.part_of(on_gpu))
                 if margin < 0:
                     break
                 on_gpu += 1

@@ -57,7 +57,7 @@ class Pipeline:
         order: of the passes of micro-batches.
         cut: the division into stages.
         chunks: stages of each GPU.
-        ranks: GPUs of one pipeline. None: all.
+        ranks: GPUs of one pipeline. None: those of ``Parallelism.pipeline``, or all.
         zero_stage: 1 shards the optimizer states over pipelines side by side.
         overlap_grad_reduce: these reduce gradients during the last backward.
         checkpointing: full, selective, none, or the better of full and none.
@@ -84,14 +84,16 @@ class Pipeline:
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
         workload, gpus = profile.workload, profile.hardware.gpus
+        given = _given_ranks(profile)
+        whole = given or gpus
         yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
-        for ranks in range(gpus, 1, -1):
+        for ranks in (given,) if given else range(gpus, 1, -1):
             most = workload.transformer_blocks // ranks
             if gpus % ranks or not most:
                 continue
             for chunks in {1, most} if not workload.micro_batches % ranks else {1}:
-                if (ranks, chunks) != (gpus, 1):
-                    one = cls(chunks=chunks, ranks=ranks if ranks < gpus else None, zero_stage=int(ranks < gpus))
+                if (ranks, chunks) != (whole, 1):
+                    one = cls(chunks=chunks, ranks=None if ranks == whole else ranks, zero_stage=int(ranks < gpus))
                     yield from (replace(one, checkpointing=each) for each in choosable(profile))
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
@@ -101,7 +103,7 @@ class Pipeline:
     def plan_for(self, profile: Profile, activations: Activations) -> Plan:
         """The plan whose blocks keep these activations."""
         gpus = profile.hardware.gpus
-        ranks = gpus if self.ranks is None else self.ranks
+        ranks = self.ranks or _given_ranks(profile) or gpus
         if gpus % ranks:
             raise InputError(f"{gpus} GPUs cannot be pipelines of {ranks} each: let ranks divide the number of GPUs")
         rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)
@@ -112,6 +114,12 @@ class Pipeline:
         if ranks < gpus:
             staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
         return Plan("pipeline", staged, rules, pass_order=self.order)
+
+
+def _given_ranks(profile: Profile) -> int | None:
+    """GPUs of one pipeline, if that is given."""
+    pipeline = profile.hardware.parallelism.pipeline
+    return pipeline if pipeline > 1 else None
 
 
 def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile, ranks: int, chunks: int) -> tuple[UnitPlan, ...]:

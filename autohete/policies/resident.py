@@ -58,6 +58,11 @@ class Resident:
             (``_register_post_backward_reshard_only_hook`` and ``_finalize_params`` in
             torch/distributed/fsdp/_runtime_utils.py at 2.13). As checkpointing has detached the input, the node holds it and
             its gradient.
+        no_sync: with stages 2 and 3, all micro-batches but the last run under FSDP1's ``no_sync()``, or FSDP2's
+            ``set_requires_gradient_sync(False)``: each GPU sums whole gradients until the last reduces them
+            (``_post_backward_hook`` in torch/distributed/fsdp/_runtime_utils.py and ``post_backward`` in
+            _fully_shard/_fsdp_param_group.py at 2.13). Users are ``no_backward_sync`` of Lightning and, without
+            ``sync_each_batch``, the ``Trainer`` of transformers (5.23, ``trainer.py``). Stages 0 and 1 always sum whole ones.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -67,6 +72,7 @@ class Resident:
     fsdp1: bool = False
     reentrant: bool = False
     fused_sums: bool = False
+    no_sync: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,6 +92,11 @@ class Resident:
             raise InputError(
                 "resident:fused_sums keeps sums of whole gradients on each GPU, but DeepSpeed and zero_stage 2 and 3 reduce "
                 "the gradients of each micro-batch: leave it out, or give zero_stage 0 or 1"
+            )
+        if self.no_sync and (self.deepspeed or self.zero_stage < 2):
+            raise InputError(
+                "resident:no_sync leaves out reductions that zero_stage 2 and 3 of PyTorch have, but not zero_stage "
+                f"{self.zero_stage}{' of DeepSpeed' * self.deepspeed}: leave it out"
             )
         if self.deepspeed and self.in_backward:
             raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
@@ -112,6 +123,7 @@ class Resident:
                 units=shared(units, self.zero_stage, profile),
                 rules=(*([] if self.in_backward else [GpuUpdatesAfterBackward()]), *self._buffers(profile)),
                 sums_in_place=self.fused_sums,
+                sums_whole=self.no_sync and profile.hardware.gpus > 1,
                 holds_inputs=self.reentrant and profile.hardware.gpus > 1,
                 footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,

@@ -17,7 +17,7 @@ from autohete.schedule import Kind
 FSDP2 = FlatBuffers(gather_copies=1, reduce_copies=1)
 #: ``FullyShardedDataParallel``: parameters are views of what is gathered, and the backward of the split that makes them puts
 #: their gradients together (2.13, ``_flat_param.py``).
-FSDP1 = FlatBuffers(reduce_copies=1)
+FSDP1 = FlatBuffers(reduce_copies=1, adds_whole=True)
 #: DeepSpeed, stage 3: each parameter is concatenated from its parts (``AllGatherCoalescedHandle.wait``). Gradients are copied
 #: to the bucket (``stage3.py``), concatenated by owner and divided (``reduce_scatter_coalesced``); edaa7221.
 ZERO3 = FlatBuffers(gather_copies=1, reduce_copies=3)

@@ -1,6 +1,4 @@
-"""The plans of the shipped systems, with every combination of flags that their users can choose: of those whose GPUs train a
-batch each. Ranks of a pipeline share one, so their iterations are of other work.
-"""
+"""The plans of the shipped systems, with every combination of flags that their users can choose."""
 
 from __future__ import annotations
 
@@ -17,17 +15,16 @@ from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.planner.optimistic import OptimisticJudge, capacities
 from autohete.policies.autohete import AutoHete
 from autohete.policies.capuchin import Capuchin
+from autohete.policies.dtr import Dtr
+from autohete.policies.flashneuron import FlashNeuron
 from autohete.policies.offload_activations import OffloadActivations
-from autohete.policies.pipeline import Pipeline
-from autohete.policies.pipeline_offload import PipelineOffload
+from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor)
-#: Systems whose GPUs share a batch.
-_PIPELINES = (Pipeline, PipelineOffload)
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -54,8 +51,8 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
     if optimist.least_seconds >= best:
         return
     states = sum(profile.state_bytes(i) + profile.parameter_bytes(i) for i in range(len(profile.units)))
-    for system in policies.POLICIES.values():
-        if system is but or system in _PIPELINES or (system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes):
+    for system in _systems(but):
+        if system in _STATES_ON_GPU and states > profile.hardware.gpu_capacity_bytes:
             continue
         for variant in policies.variants(system, profile):
             if isinstance(variant, AutoHete):  # has bounds of its own
@@ -81,8 +78,8 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     little = with_memory(profile, memory, 1)  # for which a system plans as thriftily as it can
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
-    for system in policies.POLICIES.values():
-        for variant in () if system in (but, AutoHete, *_PIPELINES) else policies.variants(system, profile):
+    for system in _systems(but):
+        for variant in () if system is AutoHete else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue
@@ -97,6 +94,11 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
             if needed < enough and all(least_bytes(schedule, other) <= size for other, size in others.items()):
                 enough, best = needed, (needed, plan)
     return best
+
+
+def _systems(but: type[policies.System]) -> list[type[policies.System]]:
+    """The systems that are asked."""
+    return [one for name, one in policies.POLICIES.items() if one is not but and name not in policies.FOUND_SOONER]
 
 
 def _judged(system: policies.System, profile: Profile, judge: Judge) -> tuple[Plan, Judgement] | None:

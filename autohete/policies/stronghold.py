@@ -17,7 +17,9 @@ A window of ``w`` blocks slides over the model.
   (``model/distributed.py``, ``allreduce_gradients``). Assumed here: each GPU updates a part of every block, as in ZeRO. The
   first w blocks, embedding and head stay on each GPU; of the others each GPU fetches its part over its own link, and gathers
   the rest from the other GPUs. What is gathered is dropped after its use instead of copied back. ``replicated``: Megatron's
-  data parallelism, which the artifact extends, in which each process holds and updates everything.
+  data parallelism, which the artifact extends, in which each process holds and updates everything. Each then also has a
+  pageable buffer for the gradients of what the CPU updates, in the format of the parameters (``model/distributed.py``,
+  ``MemoryBuffer``): 20 bytes in fp32. Without ``--gl-enable-ddp``, as in the logs of one GPU, there is none.
 - No CPU work crosses the end of the iteration. The artifact checkpoints every block.
 - Not modelled, a bug: the artifact's CPU Adam gets matrices and updates ``size(0)`` elements of each
   (``optimizer/cpp/deepspeed/cpu_adam.cpp:402``), one of each row. Its gradients are a buffer that stays zero in fp32
@@ -87,10 +89,9 @@ class StrongHold:
         def plan_for(activations: Activations) -> Plan:
             return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
 
-        processors = (
-            [Processor(self.window_optimizer)] if self.window_optimizer is not WindowOptimizer.BEST else list(Processor)
-        )
-        if self.window_optimizer is WindowOptimizer.BEST and profile.workload.micro_batches > 1:
+        best = self.window_optimizer is WindowOptimizer.BEST
+        processors = [Processor.GPU, Processor.CPU] if best else [Processor(self.window_optimizer)]
+        if best and profile.workload.micro_batches > 1:
             processors = [Processor.CPU]  # a window place cannot hold accumulated gradients while its block is away
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
@@ -100,7 +101,8 @@ class StrongHold:
         def plan_for(window: int) -> Plan:
             return shape(profile, activations, window, processor)
 
-        shape = _plan if profile.hardware.gpus == 1 or self.replicated else _shared_plan
+        several = profile.hardware.gpus > 1
+        shape = (_replicated_plan if self.replicated else _shared_plan) if several else _plan
 
         if self.window is not None:
             return plan_for(min(self.window, len(profile.units) - 2))
@@ -168,6 +170,13 @@ def _plan(profile: Profile, activations: Activations, window: int, window_optimi
             one_host_copy=True,
         ),
     )
+
+
+def _replicated_plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:
+    """The plan of several GPUs that share nothing: with a buffer for gradients in pageable memory."""
+    plan = _plan(profile, activations, window, window_optimizer)
+    held = plan.footprint.host_optimizer_bytes + profile.element_bytes
+    return replace(plan, footprint=replace(plan.footprint, host_optimizer_bytes=held))
 
 
 def _shared_plan(profile: Profile, activations: Activations, window: int, window_optimizer: Processor) -> Plan:

@@ -1,6 +1,6 @@
 """Transformer Engine's CPU offloading: what the first layers save for backward, on the host.
 
-Based on github NVIDIA/TransformerEngine at d0067d0d (2.20), ``transformer_engine/pytorch/cpu_offload.py``
+Based on github NVIDIA/TransformerEngine at 2.18, ``transformer_engine/pytorch/cpu_offload.py``
 (``DefaultOffloadSynchronizer``). Of L layers the first n are offloaded, so that the GPU holds what L - n of them save:
 
 - What layer i saves is copied on a stream of its own, in order, into pinned memory. The forward of layer L - n + i waits for

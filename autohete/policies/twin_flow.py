@@ -191,7 +191,7 @@ class TwinFlow:
 
 def _parameters(profile: Profile) -> list[int]:
     """For each unit, the parameters that one GPU updates."""
-    return [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
+    return [*map(profile.part_of, range(len(profile.units)))]
 
 
 def _nearest(profile: Profile, ratio: int) -> int:

@@ -87,7 +87,7 @@ class Zero3Offload:
         plan = self._optimizer().with_activations(profile, activations)
         last, tied = len(plan.units) - 1, profile.workload.tied_embeddings
         element, held = profile.element_bytes, plan.footprint
-        trained = [profile.hardware.part_of(unit.trained_parameters) for unit in profile.units]
+        trained = [*map(profile.part_of, range(len(profile.units)))]
         leaving = [block for block in range(last + 1) if not tied or block not in (0, last)]
 
         @cache

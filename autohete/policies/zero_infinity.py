@@ -88,7 +88,7 @@ class ZeroInfinity:
         if self.offload_param:
             inner = replace(inner, parameters=Route(HOST_MEMORY))
         mixed, element = traffic.is_mixed(profile), profile.element_bytes
-        largest = max(profile.hardware.part_of(unit.trained_parameters) for unit in profile.units)
+        largest = max(map(profile.part_of, range(len(profile.units))))
         return Plan(
             policy="zero_infinity",
             units=shared((outer, *[inner] * (len(profile.units) - 2), outer), 3, profile),

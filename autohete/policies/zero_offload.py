@@ -153,8 +153,8 @@ class ZeroOffload:
         cast = mixed and not (tiles or master)
         overlap = self.paper or version.own_stream
         buckets = 1e6 * self.bucket_size * version.bucket_factor * (2 if self.paper else 1)  # one fills, one is copied
-        largest_tensor = workload.largest_tensor
-        parameters = sum(profile.hardware.part_of(unit.trained_parameters) for unit in profile.units)
+        largest_tensor = profile.of_rank.largest_tensor
+        parameters = sum(map(profile.part_of, range(len(profile.units))))
         sums = [element * tensor for tensor in tensors(profile)] if workload.micro_batches > 1 else []
         arrays, in_staging = [], pinned and staged
         if pinned:

@@ -11,6 +11,7 @@ from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
+from autohete.profile.parallel import part_of_rank
 from autohete.quantities import format_bytes, format_seconds
 from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload
@@ -85,6 +86,9 @@ class UnitProfile(Hashed):
         small_tensors: those of them with fewer than 100,000 elements, which DeepSpeed's stage 3 does not release.
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
+        routed_parameters: those of ``parameters`` that are of experts which are divided among GPUs (``Parallelism.expert``).
+        results: what its products with weights give, each with the GPU time of its product. A plan may keep them for a
+            recomputation, which then leaves these products out. Empty: not known.
     """
 
     role: BlockRole
@@ -112,6 +116,8 @@ class UnitProfile(Hashed):
     modules: int = 0
     tensors: int = 0
     small_tensors: int = 0
+    routed_parameters: int = 0
+    results: tuple[SavedTensors, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -184,6 +190,10 @@ class UnitProfile(Hashed):
         """GPU time to make the saved tensors of these names again."""
         made = [one for one in self.saved if one.name in names]
         return max(sum([one.seconds or 0.0 for one in made]), sum([one.launch_seconds for one in made]))
+
+    def product_seconds(self, results: Collection[str]) -> float:
+        """GPU time of the products whose results have these names."""
+        return sum([one.seconds or 0.0 for one in self.results if one.name in results])
 
     def workspace_bytes_without(self, names: Collection[str]) -> tuple[int, int]:
         """Temporaries of a forward that does not keep the saved tensors of these names, and of the pass that makes them again:
@@ -281,6 +291,11 @@ class Profile:
         return self.workload.precision.element_bytes
 
     @property
+    def of_rank(self) -> Workload:
+        """What one GPU computes of the workload, whose units these are: all of it, or a part."""
+        return part_of_rank(self.workload, self.hardware.parallelism)
+
+    @property
     def optimizer_bytes(self) -> int:
         """Bytes of AdamW's states per parameter: two fp32 moments, and in mixed precision the master weight. Footprints of
         published systems give the bytes of AdamW; see :meth:`saved_bytes`.
@@ -326,6 +341,19 @@ class Profile:
         """Size of all parameters of ``block`` where the GPU computes with them."""
         return self.units[unit].trained_parameters * self.element_bytes + self.frozen_bytes(unit)
 
+    def gradient_elements(self, unit: int) -> int:
+        """Number of elements of the gradients that a backward of ``unit`` computes."""
+        costs = self.units[unit]
+        return costs.parameters if self._has_flat_gradient(unit) else costs.trained_parameters
+
+    def added_elements(self, unit: int) -> int:
+        """Elements of the gradients that exist at a time while a backward adds each to its sum: those of one tensor."""
+        return self.gradient_elements(unit) if self._has_flat_gradient(unit) else self.units[unit].added_elements
+
+    def _has_flat_gradient(self, unit: int) -> bool:
+        lora = self.workload.training.lora
+        return lora is not None and lora.base_gradients and not self.units[unit].is_frozen
+
     def frozen_bytes(self, unit: int) -> int:
         """Size of the frozen parameters of ``block``, in every memory."""
         costs = self.units[unit]
@@ -362,17 +390,45 @@ class Profile:
         assert place is not None, "values rest in places that the hardware has"
         return place.latency_seconds + size_bytes / (place.write_bandwidth if write else place.read_bandwidth)
 
-    def collective_seconds(self, size_bytes: float) -> float:
+    def place_update_seconds(self, name: str, traffic_bytes: float) -> float:
+        """Time of an update within a place of the hardware that reads and writes so many bytes there."""
+        place = self.hardware.place(name)
+        assert place is not None, "values rest in places that the hardware has"
+        assert place.update_bandwidth is not None, "updates run in places that compute"
+        return place.latency_seconds + traffic_bytes / place.update_bandwidth
+
+    def part_of(self, unit: int) -> int:
+        """Trained parameters of ``unit`` per GPU when all that have them share them equally."""
+        costs, hardware = self.units[unit], self.hardware
+        routed = costs.routed_parameters * hardware.parallelism.expert
+        return hardware.part_of(costs.trained_parameters - costs.routed_parameters) + hardware.part_of(routed)
+
+    def unit_collective_seconds(self, unit: int, size_bytes: float) -> float:
+        """The same as :meth:`collective_seconds` for values of a unit, of which those of experts are exchanged apart, among the
+        GPUs that have the same ones.
+        """
+        costs, expert = self.units[unit], self.hardware.parallelism.expert
+        if not costs.routed_parameters:
+            return self.collective_seconds(size_bytes)
+        routed = size_bytes * costs.routed_parameters / costs.parameters
+        return self.collective_seconds(size_bytes - routed) + self.collective_seconds(routed, self.hardware.gpus // expert)
+
+    def collective_seconds(self, size_bytes: float, among: int | None = None) -> float:
         """Time of a ring all-gather to ``size_bytes`` on each GPU, or a reduce-scatter of that size; an all-reduce is both.
 
         Each of N GPUs passes on (N - 1) / N of the bytes in N - 1 steps. What leaves a node goes through the network (NCCL,
         ``src/graph/tuning.cc``, algorithm ring).
+
+        Args:
+            size_bytes: on each GPU.
+            among: so many GPUs, spread over all nodes; None: all.
         """
-        join, gpus = self.hardware.interconnect, self.hardware.gpus
+        join, gpus = self.hardware.interconnect, among or self.hardware.gpus
         assert join is not None or gpus == 1, "several GPUs are joined"
         if join is None or gpus == 1:
             return 0.0
-        between, bandwidth = gpus // self.hardware.gpus_of_node - 1, join.bandwidth
+        nodes = self.hardware.gpus // self.hardware.gpus_of_node
+        between, bandwidth = min(nodes, gpus) - 1, join.bandwidth
         if between and join.network_bandwidth is not None:
             bandwidth = min(bandwidth, join.network_bandwidth)
         steps = gpus - 1

@@ -42,13 +42,13 @@ def expert_loop(workload: Workload, unit: int, bandwidth: float) -> Additions:
         return Additions()
     h, element, sums = workload.hidden_size, workload.precision.element_bytes, 4 * used - 3
     one = element * (sum(product.parameters for product in experts.expert.products(h)) + experts.expert.vectors(h))
-    of_all = experts.count * one * (workload.trains_base(unit) and experts.loop is not ExpertLoop.MODULES)
+    of_all = experts.count * one * (workload.has_base_gradients(unit) and experts.loop is not ExpertLoop.MODULES)
     of_tokens = element * workload.tokens * h * (experts.loop is not ExpertLoop.VIEWS)
     copied, written = _COPIED[experts.loop]
     kernels = _KERNELS[experts.loop]
     return Additions(
         forward_seconds=copied * used * one / bandwidth,
-        backward_seconds=(sums * (of_all + of_tokens) + written * used * one * workload.trains_base(unit)) / bandwidth,
+        backward_seconds=(sums * (of_all + of_tokens) + written * used * one * workload.has_base_gradients(unit)) / bandwidth,
         forward_kernels=kernels[0] * used,
         backward_kernels=kernels[1] * used,
         workspace_bytes=of_all,  # the tensor that is added to the gradients

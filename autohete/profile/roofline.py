@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from autohete.errors import InputError
@@ -30,10 +31,11 @@ from autohete.profile.kernels.decoders import (
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
+from autohete.profile.parallel import ALONE_GROUP, Group, divided_part, part_of_rank
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
-from autohete.workload.model import Attention, Component, LatentAttention, Product, gpt2_block
+from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import FIRST, LAST
@@ -56,17 +58,18 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
             "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
         )
     check_attention(workload.attention, hardware.gpu, hardware.name)
-    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds))
+    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds, Group.of(hardware)))
 
 
 @lru_cache(maxsize=64)
-def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float) -> tuple[tuple[UnitProfile, ...], LossProfile]:
+def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float, group: Group) -> tuple[tuple[UnitProfile, ...], LossProfile]:
     """Blocks and loss. They do not depend on links, host and CPU, so many settings of a sweep share them."""
     roofline: _Roofline | TracedRoofline
     if isinstance(workload, TracedWorkload):
+        part_of_rank(workload, group.parallelism)  # refuses
         roofline, firsts = TracedRoofline(workload, gpu, launch_seconds), list(workload.firsts_alike)
     else:
-        roofline, firsts = _Roofline(workload, gpu, launch_seconds), _first_alike(workload)
+        roofline, firsts = _Roofline(workload, gpu, launch_seconds, group), _first_alike(workload)
     made = {unit: roofline.unit(unit) for unit in dict.fromkeys(firsts)}
     return tuple([made[unit] for unit in firsts]), roofline.loss()
 
@@ -78,7 +81,7 @@ def _first_alike(workload: Workload) -> list[int]:
     firsts = []
     for unit in range(workload.unit_count):
         parts = workload.components(unit) if workload.is_inner(unit) else ()
-        alike = workload.role(unit), parts, workload.trains_base(unit), bool(workload.adapter_products(unit))
+        alike = workload.role(unit), parts, workload.has_base_gradients(unit), bool(workload.adapter_products(unit))
         firsts.append(first.setdefault(alike, unit))
     return firsts
 
@@ -90,7 +93,21 @@ def _head_sizes(component: Attention | LatentAttention) -> tuple[int, int]:
     return component.nope_dim + component.rope_dim, component.value_dim
 
 
+def _exchanged_sizes(component: Attention | LatentAttention) -> tuple[float, float]:
+    """Number of elements of a token's queries, and of its keys; on average with those of its result, and of its values."""
+    if isinstance(component, Attention):
+        return component.query_size, component.key_value_size
+    both = (component.query_size + component.value_size) / 2
+    return both, both
+
+
 class _Roofline(Rates):
+    """Prices units and loss. ``workload`` is what one GPU computes; ``whole`` is that of its group."""
+
+    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float, group: Group = ALONE_GROUP) -> None:
+        self.group, self.whole = group, workload
+        super().__init__(part_of_rank(workload, self.group.parallelism), gpu, launch_seconds)
+
     def _core_seconds(self, component: Component) -> tuple[float, float]:
         """Time of the products without weights, forward and backward. The operations between them are in the table."""
         w = self.workload
@@ -100,14 +117,17 @@ class _Roofline(Rates):
             # Scores (and the gradient of the weights) have the head size as inner dimension, the others the sequence length.
             wide, deep = self._gemm_seconds(s, s, head, batch), self._gemm_seconds(s, value, s, batch)
             return wide + deep, wide + 3 * deep
-        flops = w.tokens * component.flash_flops(w.attended_tokens)
+        flops = w.tokens * component.flash_flops(self.whole.attended_tokens)
         if not isinstance(component, (Attention, LatentAttention)):
             seconds = flops / (self.flops * CHUNKED_SHARE)
             return seconds, ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
+        seconds = self._attention_seconds(flops, sizes, keys, backward=False)
         backward = self._attention_seconds(ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
-        return self._attention_seconds(flops, sizes, keys, backward=False), backward
+        sent = [w.tokens * self.element * size for size in _exchanged_sizes(component)]
+        exchange = self.group.context_seconds
+        return seconds + exchange(seconds, *sent, backward=False), backward + exchange(backward, *sent, backward=True)
 
     def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
         """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows, one after
@@ -141,31 +161,66 @@ class _Roofline(Rates):
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:
         """Time of all matrix products of a unit between embedding and head, forward and backward."""
-        components, h, trained = self.workload.components(unit), self.workload.hidden_size, self.workload.trains_base(unit)
+        components, h, trained = (
+            self.workload.components(unit),
+            self.workload.hidden_size,
+            self.workload.has_base_gradients(unit),
+        )
         products = [product for component in components for product in component.products(h)]
         fp8 = self.workload.training.fp8
         seconds = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
         seconds += [self._core_seconds(component) for component in components]
         return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
 
+    def _exchange_seconds(self, unit: int, *, last: bool = True) -> tuple[float, float]:
+        """Time that collectives among GPUs that divide tensors add, forward and backward: those of each sublayer, or of
+        embedding and head. Without ``last`` the result of the unit is not needed, and so not summed.
+        """
+        w, group = self.workload, self.group
+        inner = w.components(unit) if w.is_inner(unit) else ()
+        tokens = sum(one.active for one in inner if isinstance(one, Experts)) * w.tokens * w.hidden_size * self.element
+        sent = 2 * group.all_to_all_seconds(tokens / group.parallelism.along_sequence)  # to experts, and back
+        if group.parallelism.tensor == 1:
+            return sent, sent
+        once = group.gather_seconds(w.stream_bytes * w.tokens * w.hidden_size)
+        divided = group.parallelism.sequence
+        role = w.role(unit)
+        if role is BlockRole.EMBEDDING:
+            return (once, once) if divided else (2 * once, 0.0)
+        if role is BlockRole.HEAD:
+            firsts = [Product(w.vocabulary_size, w.hidden_size)]
+            trained = w.has_base_gradients(0 if w.tied_embeddings else unit)
+        else:
+            trained = w.has_base_gradients(unit)
+            firsts = [one.products(w.hidden_size)[isinstance(one, Experts)] for one in inner]
+        forward = once * divided if role is BlockRole.HEAD else 2 * once * len(firsts) - (2 - divided) * once * (not last)
+        backward = once * divided * (role is not BlockRole.HEAD) * len(firsts)
+        for first in firsts:
+            input_gradient = self._product_seconds(first, trained=False)[1]
+            weights = self._product_seconds(first)[1] - input_gradient if trained else 0.0
+            backward += group.beside((2 - divided) * once, weights)
+            backward += group.beside(once, input_gradient) if divided and trained else 0.0
+        return forward + sent, backward + sent
+
     def _part(self, unit: int) -> Part:
         """The kernels of a unit between embedding and head, in addition to its products."""
         w, block, in_fp8 = self.workload, self.workload.block(unit), self._casts_inputs(unit)
-        frozen, adapted = not w.trains_base(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
+        frozen, adapted = not w.has_base_gradients(unit), [one for one in w.adapted_layers(unit) if shares_input(w, one)]
         copies, cast = self._copies(unit), _FP8_CAST if in_fp8 else input_cast(w)
-        if block == gpt2_block(w.hidden_size, w.heads):
-            part = self.kernels.part(w.role(unit))
-            if not frozen and not in_fp8:
-                return part
+        whole, parallelism = self.whole, self.group.parallelism
+        if whole.block(unit) == gpt2_block(whole.hidden_size, whole.heads):
+            part = divided_part(self.kernels.part(w.role(unit)), parallelism, narrow=False)
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
-            return without_inputs(copied_inputs(part, copied, cast), copied.keys() - used)
+            part = copied_inputs(part, copied, cast)
+            return without_inputs(part, copied.keys() - used) if frozen or in_fp8 else part
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, eager=self.kernels.eager, flash=self.kernels.flash)
+            part = divided_part(part, parallelism, narrow=True)
+            part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
-                part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
                 part = without_inputs(part, INPUT_ROWS - {layer.row for layer in adapted if layer.mixes is mixes})
             part = frozen_part(part) if frozen else part
             parts.append(widened_part(part) if w.is_prepared and frozen else part)
@@ -192,30 +247,34 @@ class _Roofline(Rates):
     def unit(self, unit: int) -> UnitProfile:
         w, element, role = self.workload, self.element, self.workload.role(unit)
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
-        stream_bytes = w.stream_bytes * w.tokens * w.hidden_size  # the same as it is handed from block to block
+        whole_bytes = w.stream_bytes * w.tokens * w.hidden_size  # the same as it is handed from block to block
+        stream_bytes = whole_bytes // self.group.parallelism.along_sequence
+        exchanged, exchanged_back = self._exchange_seconds(unit)
         parameters = w.unit_parameters(unit)
         saved: tuple[SavedTensors, ...] = ()
+        results: tuple[SavedTensors, ...] = ()
         shorter: float | None = None
         activations: float
         workspaces: tuple[float, float]
         if role is BlockRole.EMBEDDING:
             # Gather (or scatter-add) of token rows; where positions are learned, of position rows, and dropout.
-            learned = w.architecture is None or w.architecture.positions > 0
-            activations = w.tokens * (8 + w.hidden_size * learned)  # token ids and dropout mask
+            learned = self.whole.architecture is None or self.whole.architecture.positions > 0
+            activations = w.tokens * 8 + w.tokens * w.hidden_size * learned / self.group.parallelism.along_sequence  # ids, mask
             gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
             forward_host, backward_host = self._host_seconds(kernels), self._host_seconds(kernels, backward=True)
-            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth, kernels, forward_host)
+            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth + exchanged, kernels, forward_host)
             # The gradient of the whole table is written, even for few tokens.
             traffic = scattered * hidden_bytes + 2 * element * parameters
-            backward = self._pass_seconds(traffic / self.bandwidth, kernels, backward_host)
+            backward = self._pass_seconds(traffic / self.bandwidth + exchanged_back, kernels, backward_host)
             workspaces = (hidden_bytes, 0)
         elif role is BlockRole.HEAD:
-            frozen = not w.trains_base(0 if w.tied_embeddings else unit)  # its matrix
+            frozen = not w.has_base_gradients(0 if w.tied_embeddings else unit)  # its matrix
             activations = self._head_kept_bytes(unit, frozen)
             gemm, gemm_backward = self._head_seconds(trained=not frozen)
             forward_host, backward_host = self._host_seconds(2), self._host_seconds(4, backward=True)
-            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth, 2, forward_host)
-            backward = self._pass_seconds(gemm_backward + 5 * hidden_bytes / self.bandwidth, 4, backward_host)
+            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth + exchanged, 2, forward_host)
+            busy = gemm_backward + 5 * hidden_bytes / self.bandwidth + exchanged_back
+            backward = self._pass_seconds(busy, 4, backward_host)
             workspaces = (0, hidden_bytes)
         else:
             part, scores = self._part(unit), self._scores(unit)
@@ -227,23 +286,20 @@ class _Roofline(Rates):
             adapters = len(w.adapted_layers(unit)) * self.kernels.eager
             forward_host = self._host_seconds(forward_kernels, more=PEFT_OPERATIONS[0] * adapters)
             backward_host = self._host_seconds(backward_kernels, backward=True, more=PEFT_OPERATIONS[1] * adapters)
-            forward = self._pass_seconds(
-                gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds, forward_kernels, forward_host
-            )
-            backward = self._pass_seconds(
-                gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds,
-                backward_kernels,
-                backward_host,
-            )
+            busy = gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds + exchanged
+            forward = self._pass_seconds(busy, forward_kernels, forward_host)
+            busy = gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds + exchanged_back
+            backward = self._pass_seconds(busy, backward_kernels, backward_host)
             copied = round(total("kept_copies") * w.tokens * w.hidden_size)
             saved = self._saved(unit, part, scores, added.kept_bytes - copied * bool(w.adapted_layers(unit)))
             saved += self._saved_in_fp8(unit, copied)
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
+            results = tuple(self._results(unit))
             # The table's workspaces include the output, and in backward its gradient and that of the input.
             workspaces = (
-                (part.forward_workspace - 1) * stream_bytes + added.workspace_bytes,
-                (part.backward_workspace - 2) * stream_bytes
+                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
+                (part.backward_workspace - 2) * whole_bytes
                 + part.backward_score_workspace * element * scores
                 + added.workspace_bytes,
             )
@@ -271,11 +327,28 @@ class _Roofline(Rates):
             modules=called_modules(w, unit),
             tensors=parameter_tensors(w, unit),
             small_tensors=small_tensors(w, unit),
+            routed_parameters=self._routed_parameters(unit),
+            results=results,
         )
+
+    def _results(self, unit: int) -> Iterator[SavedTensors]:
+        """What the products with weights of attention and MLP give: ``attention_1``, ``attention_2``, ``mlp_1``, ``mlp_2``."""
+        w = self.workload
+        for component in w.components(unit):
+            if isinstance(component, (Attention, Mlp)):
+                for number, product in enumerate(component.products(w.hidden_size), 1):
+                    size = self.element * w.tokens * product.columns
+                    seconds, _ = self._product_seconds(product, trained=w.trains_base(unit), fp8=w.training.fp8)
+                    yield SavedTensors(f"{type(component).__name__.lower()}_{number}", size, seconds)
+
+    def _routed_parameters(self, unit: int) -> int:
+        """Parameters of experts that are divided among GPUs."""
+        parts = self.workload.components(unit) if self.workload.is_inner(unit) and self.group.parallelism.expert > 1 else ()
+        return sum(one.routed_parameters(self.workload.hidden_size) for one in parts if isinstance(one, Experts))
 
     def _casts_inputs(self, unit: int) -> bool:
         """Whether products keep their inputs in 8 bits, and none in 16: those of Transformer Engine with trained weights."""
-        return self.workload.training.fp8 and not self.kernels.lean and self.workload.trains_base(unit)
+        return self.workload.training.fp8 and not self.kernels.lean and self.workload.has_base_gradients(unit)
 
     def _copies(self, unit: int) -> Counter[tuple[bool, str]]:
         """How many copies of an input in another format are kept, by whether it is the mixer's and the row that keeps it:
@@ -310,12 +383,13 @@ class _Roofline(Rates):
         autocast a frozen matrix in fp32 is cast, and backward needs the 16-bit copy.
         """
         w = self.workload
-        input_bytes = self.element * w.tokens * w.hidden_size
-        if w.architecture is None or not self.kernels.eager:
+        whole, parallelism = self.whole.architecture, self.group.parallelism
+        input_bytes = self.element * w.tokens * w.hidden_size / parallelism.along_sequence
+        if whole is None or not self.kernels.eager:
             kept: float = input_bytes
         else:
-            norm = norm_part(w.architecture.blocks[0], w.hidden_size, w.architecture.final_norm)
-            kept = self._kept_bytes(norm if w.trains_base(unit) else frozen_part(norm), 0)
+            norm = divided_part(norm_part(whole.blocks[0], w.hidden_size, whole.final_norm), parallelism, narrow=True)
+            kept = self._kept_bytes(norm if w.has_base_gradients(unit) else frozen_part(norm), 0)
         return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
 
     def _shorter_recompute_seconds(self, unit: int, part: Part, scores: int) -> float | None:
@@ -332,7 +406,9 @@ class _Roofline(Rates):
             component = w.components(unit)[-1]
             gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
         kernels = needed.total("forward_kernels") - last_product
-        busy = gemm + self._elementwise_seconds(needed, "forward", scores)
+        busy = (
+            gemm + self._elementwise_seconds(needed, "forward", scores) + self._exchange_seconds(unit, last=not last_product)[0]
+        )
         return self._pass_seconds(busy, kernels, self._host_seconds(kernels))
 
     def _kept_bytes(self, part: Part, scores: int) -> float:
@@ -347,7 +423,7 @@ class _Roofline(Rates):
     def _saved(self, unit: int, part: Part, scores: int, added_bytes: int) -> tuple[SavedTensors, ...]:
         """What ``part`` keeps besides its input, tensor by tensor, and ``added_bytes`` of adapters and loops."""
         w, found, names = self.workload, [], Counter[str]()
-        input_bytes = w.stream_bytes * w.tokens * w.hidden_size
+        input_bytes = w.stream_bytes * w.tokens * w.hidden_size // self.group.parallelism.along_sequence
         for one in part.saved():
             size = round(self._kept_bytes(one.kept, scores))
             there = min(size, input_bytes) if one.again is None else 0
@@ -370,12 +446,13 @@ class _Roofline(Rates):
         w, element = self.workload, self.element
         if w.chunked_loss:
             return self._chunked_loss()
-        head = TRANSFORMERS_HEAD if self.kernels.eager and w.architecture is not None else self.kernels.head
+        head = TRANSFORMERS_HEAD if self.kernels.eager and self.whole.architecture is not None else self.kernels.head
         logits = w.tokens * w.vocabulary_size
         traffic, workspace = (
             (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
         )
-        seconds = self._pass_seconds(traffic * logits / self.bandwidth, head.kernels, self._host_seconds(head.kernels))
+        busy = traffic * logits / self.bandwidth + self.group.loss_seconds(w.tokens)
+        seconds = self._pass_seconds(busy, head.kernels, self._host_seconds(head.kernels))
         return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
 
     def _chunked_loss(self) -> LossProfile:
@@ -388,5 +465,6 @@ class _Roofline(Rates):
         w, element = self.workload, self.element
         chunks = -(-w.tokens // w.loss_tokens)
         kernels, traffic = 4 * chunks, 2 * element * w.tokens * w.vocabulary_size
-        seconds = self._pass_seconds(traffic / self.bandwidth, kernels, self._host_seconds(kernels))
+        busy = traffic / self.bandwidth + chunks * self.group.loss_seconds(w.loss_tokens)
+        seconds = self._pass_seconds(busy, kernels, self._host_seconds(kernels))
         return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)

@@ -33,7 +33,7 @@ from autohete.report.html_page import (
     wide_table,
 )
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
-from autohete.simulate.summary import Summary, node_text
+from autohete.simulate.summary import Summary
 
 #: Sections that are shown as text; of the others, which are drawn, the text is folded away.
 _AS_TEXT = ("Plan", "The largest that fits", "Assumptions")
@@ -42,7 +42,7 @@ _AS_TEXT = ("Plan", "The largest that fits", "Assumptions")
 def answer_page(answer: Answer) -> str:
     """Return the page as HTML; the same answer gives the same text."""
     hardware = answer.profile.hardware
-    title = f"{answer.profile.workload.name} on {node_text(hardware.name, hardware.gpus)}"
+    title = f"{answer.profile.workload.name} on {hardware.title}"
     text = dict(sections(answer))
     below_the_table = [line[0].upper() + line[1:] for line in text["Memory"][1 + len(answer.budgets) :]]
     timeline = None if answer.simulation is None else Timeline.of(answer.simulation)

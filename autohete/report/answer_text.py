@@ -15,7 +15,7 @@ from autohete.quantities import format_bytes, format_count, format_rate, format_
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
-from autohete.simulate.summary import Summary, UnitTraining, described_blocks, node_text, proven_within, training_of
+from autohete.simulate.summary import Summary, UnitTraining, described_blocks, proven_within, training_of
 from autohete.workload import Units
 
 WIDTH = 80
@@ -76,7 +76,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
     times = f"{workload.micro_batches} x " if workload.micro_batches > 1 else ""
     yield (
         f"{workload.name} ({workload.parameters / 1e9:.2f}B parameters, {times}{workload.batch_size} x "
-        f"{workload.sequence_length} tokens) on {node_text(hardware.name, hardware.gpus)}, {_clock(answer)}"
+        f"{workload.sequence_length} tokens) on {hardware.title}, {_clock(answer)}"
     )
     yield ""
     best, simulation = answer.best, answer.simulation
@@ -103,7 +103,8 @@ def offload_text(answer: Answer, best: Candidate) -> str:
     staying, offloading = answer.staying, answer.offloading
     if staying is None:
         return "Offloading is needed: no plan fits that keeps everything on the GPU."
-    alone = f"keeping everything on the GPU ({staying.name}) takes {format_seconds(staying.seconds)}, {_slower(staying, best)}"
+    rate = f"{format_rate(1 / staying.seconds_per_token)} tokens/s, {_slower(staying, best)}"
+    alone = f"keeping everything on the GPU ({staying.name}) takes {format_seconds(staying.seconds)} per iteration, {rate}"
     if offloading is Offloading.PAYS:
         return f"Offloading pays: {alone}."
     if offloading is Offloading.UNDECIDED:
@@ -153,7 +154,8 @@ def need_text(need: Need, budgets: Sequence[Budget]) -> str:
         PINNED_MEMORY: f"{format_bytes(need.pinned_bytes or 0)} of pinned memory",
     }
     wanted = " and ".join(sizes[memory] for memory in need.grows)
-    return f"It would with {wanted}: {need.policy}, {format_seconds(need.iteration_seconds)} per iteration."
+    speed = f"{format_seconds(need.iteration_seconds)} per iteration, {format_rate(need.tokens_per_second)} tokens/s"
+    return f"It would with {wanted}: {need.policy}, {speed}."
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def _memory(answer: Answer) -> Iterator[str]:
     reserved = answer.best.summary.gpu_reserved_bytes if answer.best is not None else None
     if reserved is not None:
         yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used"
-    if answer.profile.hardware.gpus > 1:
+    if answer.profile.hardware.all_gpus > 1:
         yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:
         return  # nothing was varied, so nothing is known to bind

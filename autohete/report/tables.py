@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.text import Text
 
 from autohete.analysis.usage import Cause
+from autohete.hardware import node_text
 from autohete.plan import PlanCounts, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.printable import printable
@@ -25,7 +26,6 @@ from autohete.simulate.summary import (
     UnitTraining,
     counts,
     described_blocks,
-    node_text,
     runs_of_equal_roles,
     runs_of_equal_units,
     training_of,
@@ -220,7 +220,10 @@ def print_plan(summary: Summary, simulation: Simulation | None) -> None:
 
 def _print_decisions(out: Console, simulation: Simulation) -> None:
     plan, profile = simulation.plan, simulation.profile
-    node, by_block = node_text(profile.hardware.name, profile.hardware.gpus), profile.workload.units is Units.BLOCK
+    node, by_block = (
+        profile.hardware.title,
+        profile.workload.units is Units.BLOCK,
+    )
     shown = table(
         f"{profile.workload.name}{units_text(profile.workload)} on {node}: {plan.policy}: {counts(simulation).words}",
         ["blocks" if by_block else "units", "activations", "parameters", "optimizer", "prefetch forward", "prefetch backward"],
@@ -273,7 +276,7 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     out = console()
     first = summaries[0]
     shape = f"{workload.parameters / 1e9:.2f}B parameters, batch {_batch(workload)} tokens{units_text(workload)}"
-    title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus)}, {first.clock}"
+    title = f"{first.workload} ({shape}) on {node_text(first.hardware, first.gpus, first.parallelism)}, {first.clock}"
     limited = first.pinned_capacity_bytes is not None
     memories = ["GPU peak", "GPU reserved", "host peak", *(["pinned peak"] if limited else [])]
     columns = ["policy", "verdict", "iteration", "samples/s", "tokens/s", "TFLOP/s", *memories, *_PLAN]
@@ -298,8 +301,8 @@ def print_summaries(summaries: Sequence[Summary], workload: Workload) -> None:
     if first.gpus > 1:
         print_text(
             out,
-            "each GPU has this batch and this plan, but stages of a pipeline share them; each has an equal part of its host; "
-            "samples/s and tokens/s are those of all GPUs",
+            f"each {'group' if first.parallelism else 'GPU'} has this batch and this plan, but stages of a pipeline share "
+            "them; each GPU has an equal part of its host; samples/s and tokens/s are those of all GPUs",
         )
     for note in dict.fromkeys(note for s in summaries for note in s.notes):
         print_text(out, f"note: {note}")

@@ -20,6 +20,8 @@ _SHARED = {
     ("g", "fetch or write of gradients"): (Kind.FETCH_GRADIENTS, Kind.WRITE_GRADIENTS),
     ("+", KIND_MEANING[Kind.ACCUMULATE]): (Kind.ACCUMULATE,),
     ("c", "gather of parameters"): (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.GATHER_UPDATED),
+    ("u", KIND_MEANING[Kind.PLACE_UPDATE]): (Kind.PLACE_UPDATE,),
+    ("p", KIND_MEANING[Kind.READ_UPDATED]): (Kind.READ_UPDATED,),
     ("r", KIND_MEANING[Kind.REDUCE_GRADIENTS]): (Kind.REDUCE_GRADIENTS,),
     ("X", "transfer between pipeline stages"): TRANSFERS,
 }

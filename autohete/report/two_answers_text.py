@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from autohete.answer import Budget
 from autohete.answer.saved_answer import SavedAnswer, SavedGain, SavedPolicy
 from autohete.answer.two_answers import Joined, Ratio, TwoAnswers
+from autohete.hardware import node_text
 from autohete.plan.policy import Verdict
 from autohete.quantities import format_bytes, format_count, format_rate, format_ratio, format_seconds
 from autohete.report.answer_text import long_time, memory_name, need_text
 from autohete.report.tables import IN_JSON, console, print_text, table
-from autohete.simulate.summary import node_text
 
 #: Beginnings of the names of figures that are counted, not listed, where they are the same.
 _COUNTED = "hardware."

@@ -26,7 +26,7 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, GPU, TRANSFERS, Kind, Schedule
+from autohete.schedule import COLLECTIVES, GPU, IN_PLACES, TRANSFERS, Kind, Schedule, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +263,18 @@ def check_executable(schedule: Schedule, collectives: Collectives | None) -> Non
     """Check that this process can execute a schedule.
 
     Raises:
-        InputError: it is a pipeline, or of several GPUs though this process is alone.
+        InputError: it is a pipeline, updates in a place, keeps results of products, or is of several GPUs though this process
+            is alone.
     """
     if any(task.id.kind in TRANSFERS for task in schedule.tasks):
         raise InputError("the schedule is a pipeline, which the runtime cannot execute: plan without stages")
+    if any(task.id.kind in IN_PLACES for task in schedule.tasks):
+        raise InputError("the schedule updates in a place, which the runtime cannot execute: update on the GPU or the CPU")
+    recomputations = (task for task in schedule.tasks if task.id.kind is Kind.RECOMPUTE)
+    if any(free.id.value is Value.ACTIVATIONS for task in recomputations for free in task.frees):
+        raise InputError(
+            "the schedule keeps results of products for recomputations, which the runtime cannot execute: keep only inputs"
+        )
     if collectives is None and any(task.id.kind in COLLECTIVES for task in schedule.tasks):
         raise InputError(
             "the schedule is for several GPUs, but one process trains on one: start a process for each "

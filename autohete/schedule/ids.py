@@ -67,6 +67,8 @@ class Kind(StrEnum):
     SEND_INPUT_GRADIENT = "XB"
     SUM_TIED_GRADIENTS = "XT"
     SUM_NORMS = "XN"
+    PLACE_UPDATE = "NU"
+    READ_UPDATED = "PRU"
 
     __hash__ = str.__hash__  # Enum's own __hash__ is a Python call, for every id that lowering looks up
 
@@ -109,9 +111,13 @@ KIND_MEANING: dict[Kind, str] = {
     Kind.SEND_INPUT_GRADIENT: "transfer of an input's gradient to the rank before",
     Kind.SUM_TIED_GRADIENTS: "sum of a tied matrix's gradients over the ranks of embedding and head",
     Kind.SUM_NORMS: "sum of the norms of gradients over ranks",
+    Kind.PLACE_UPDATE: "update in a place",
+    Kind.READ_UPDATED: "read of parameters that their place has updated",
 }
 #: The transfers between ranks that compute different units. Each is one task of all ranks that take part.
 TRANSFERS = (Kind.SEND_INPUT, Kind.SEND_INPUT_GRADIENT, Kind.SUM_TIED_GRADIENTS, Kind.SUM_NORMS)
+#: The kinds of an update in a place, such as in a drive that computes.
+IN_PLACES = (Kind.PLACE_UPDATE, Kind.READ_UPDATED)
 #: The kinds that all GPUs run together.
 COLLECTIVES = (Kind.GATHER_FORWARD, Kind.GATHER_BACKWARD, Kind.REDUCE_GRADIENTS, Kind.GATHER_UPDATED)
 _MNEMONICS = frozenset(kind.value for kind in Kind)
@@ -227,6 +233,7 @@ COPIES = {
     Kind.READ_FORWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.READ_BACKWARD: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.WRITE_PARAMETERS: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=False),
+    Kind.READ_UPDATED: Copy(Value.PARAMETERS, HOST_MEMORY, arrives=True),
     Kind.OFFLOAD_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=False),
     Kind.FETCH_GRADIENTS: Copy(Value.GRADIENTS, GPU_MEMORY, arrives=True),
     Kind.WRITE_GRADIENTS: Copy(Value.GRADIENTS, HOST_MEMORY, arrives=False),

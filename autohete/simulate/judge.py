@@ -48,11 +48,11 @@ class SimulatingJudge:
         known = self._known.get(plan)
         if known is None:
             found = self._last = self._simulated(plan)
-            if found.verdict is Verdict.OK and (self._best is None or found.iteration_seconds < self._best.iteration_seconds):
+            if found.verdict is Verdict.OK and (self._best is None or found.comparable_seconds < self._best.comparable_seconds):
                 self._best = found
             known = self._known[plan] = Judgement(
                 found.verdict,
-                found.iteration_seconds,
+                found.comparable_seconds,
                 {one.memory: one.peak_bytes for one in found.memories},
             )
         return known

@@ -55,7 +55,7 @@ class Simulation:
 
     def _title(self) -> str:
         hardware = self.profile.hardware
-        several = f"{hardware.gpus} GPUs of " if hardware.gpus > 1 else ""
+        several = f"{hardware.all_gpus} GPUs of " if hardware.all_gpus > 1 else ""
         return f"{self.profile.workload.name} on {several}{hardware.name}: {self.plan.policy}"
 
     def _facts(self) -> dict[str, str]:
@@ -126,9 +126,17 @@ class Simulation:
         return self.steady.period_seconds
 
     @property
+    def comparable_seconds(self) -> float:
+        """Time by which plans are compared: in which as many batches are trained as if each GPU had its own. Ranks of a
+        pipeline share one, so it is that of several of their iterations.
+        """
+        batches = self.profile.hardware.batches
+        return self.iteration_seconds * batches / self.plan.batches(batches)
+
+    @property
     def samples_per_second(self) -> float:
         """Sequences per second on all GPUs."""
-        batches = self.plan.batches(self.profile.hardware.gpus)
+        batches = self.plan.batches(self.profile.hardware.batches)
         return self.profile.workload.samples * batches / self.iteration_seconds
 
     @property
@@ -139,7 +147,8 @@ class Simulation:
     @property
     def tflops_per_gpu(self) -> float:
         """Model TFLOP/s, not counting recomputation."""
-        shared_by = self.profile.hardware.gpus // self.plan.batches(self.profile.hardware.gpus)
+        hardware = self.profile.hardware
+        shared_by = hardware.all_gpus / self.plan.batches(hardware.batches)
         return self.profile.workload.model_flops / shared_by / self.iteration_seconds * 1e-12
 
 

@@ -40,6 +40,7 @@ class Summary:
     Args:
         workload, hardware, policy: names.
         gpus: number of GPUs that train together; host memory is one GPU's share.
+        parallelism: how they divide each batch, such as ``tp=8``; empty if each has its own.
         assumptions: every figure of the workload and flag of the policy, given or not.
         notes: hardware figures that were changed, and why.
         clock: clock of the times.
@@ -71,6 +72,7 @@ class Summary:
     hardware: str
     policy: str
     gpus: int
+    parallelism: str
     assumptions: dict[str, object]
     notes: tuple[str, ...]
     clock: Clock
@@ -104,11 +106,6 @@ class Summary:
     binds: str
     plan: PlanCounts | None
     gpu_holders: dict[str, int]
-
-
-def node_text(name: str, gpus: int) -> str:
-    """Return a hardware's name, with the number of GPUs if there are several."""
-    return name if gpus == 1 else f"{gpus} GPUs of {name}"
 
 
 def proven_within(simulation: Simulation) -> float | None:
@@ -151,7 +148,7 @@ _FREE = "assumes that collectives do not slow down what the GPU computes beside 
 def _notes(simulation: Simulation) -> tuple[str, ...]:
     """Remarks on the hardware, and assumptions about several GPUs and about processes that share a CPU."""
     hardware, join = simulation.profile.hardware, simulation.profile.hardware.interconnect
-    several = hardware.gpus_of_node > 1 and any(unit.update.on is Processor.CPU for unit in simulation.plan.units)
+    several = hardware.all_gpus_of_node > 1 and any(unit.update.on is Processor.CPU for unit in simulation.plan.units)
     free = hardware.gpus > 1 and join is not None and join.concurrent_share == 1
     return (*hardware.remarks, *([_BOUND] if several else []), *([_FREE] if free else []))
 
@@ -183,7 +180,8 @@ def summarize(simulation: Simulation, policy: NamedPolicy | None, *, only_number
         workload=s.profile.workload.name,
         hardware=s.profile.hardware.name,
         policy=s.plan.policy,
-        gpus=s.profile.hardware.gpus,
+        gpus=s.profile.hardware.all_gpus,
+        parallelism=str(s.profile.hardware.parallelism),
         assumptions={} if only_numbers else assumptions(s.profile.workload, policy),
         notes=_notes(s),
         clock=s.trace.clock,
@@ -264,7 +262,7 @@ def counts(simulation: Simulation) -> PlanCounts:
             unit.activations is not Activations.KEEP for unit, training in told if training is not UnitTraining.FROZEN_BELOW
         ),
         offloaded_optimizer_units=sum(
-            unit.update.on is Processor.CPU for unit, training in told if training is UnitTraining.TRAINED
+            unit.update.on is not Processor.GPU for unit, training in told if training is UnitTraining.TRAINED
         ),
     )
 
@@ -301,7 +299,8 @@ def _unanswered(
         workload=profile.workload.name,
         hardware=profile.hardware.name,
         policy=policy.name,
-        gpus=profile.hardware.gpus,
+        gpus=profile.hardware.all_gpus,
+        parallelism=str(profile.hardware.parallelism),
         assumptions=assumptions(profile.workload, policy),
         notes=profile.hardware.remarks,
         clock=Clock.SIMULATED,

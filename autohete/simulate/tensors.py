@@ -49,7 +49,7 @@ class TensorSizes:
                 return [size]
 
     def _counts(self, unit: int, *, trained: bool) -> list[int]:
-        return [one.parameters for one in self.profile.workload.tensors(unit, trained=trained)]
+        return [one.parameters for one in self.profile.of_rank.tensors(unit, trained=trained)]
 
     def _kept(self, unit: int, size: int) -> list[int]:
         """What a forward keeps, operation by operation, and what ``size`` has besides, or the same if it is less."""
@@ -64,7 +64,7 @@ class TensorSizes:
 
     def _widths(self, unit: int) -> list[int]:
         """Bytes of a tensor of the feed-forward width, in fp32 and as the GPU computes, and of the input."""
-        w, element = self.profile.workload, self.profile.element_bytes
+        w, element = self.profile.of_rank, self.profile.element_bytes
         if isinstance(w, TracedWorkload) or not w.is_inner(unit):
             return []
         parts = [part.expert if isinstance(part, Experts) else part for part in w.components(unit)]

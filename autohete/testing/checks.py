@@ -167,11 +167,12 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         if profile.units[unit].is_frozen:
             faults += _frozen_faults(paths, plan, unit, has_backward=unit >= profile.first_trained)
             continue
-        on_cpu = decisions.update.on is Processor.CPU
+        elsewhere, in_place = decisions.update.on is not Processor.GPU, decisions.update.on is Processor.PLACE
         route = decisions.parameters
         leaves = route.home != GPU_MEMORY
         forward, backward = TaskId(Kind.FORWARD, unit), TaskId(Kind.BACKWARD, unit, end)
-        update = TaskId(Kind.CPU_UPDATE, unit) if on_cpu else _update_parts(paths, unit)[-1]
+        update = _elsewhere(decisions, unit) if elsewhere else _update_parts(paths, unit)[-1]
+        changes = TaskId(Kind.READ_UPDATED, unit) if in_place else update  # what the host has
         refresh = TaskId(Kind.REFRESH, unit)
         moved, written_back = TaskId(Kind.WRITE_BACK_FORWARD, unit), TaskId(Kind.WRITE_BACK_BACKWARD, unit)
         if decisions.parameters_with_states:  # each part of the states takes its parameters along
@@ -195,17 +196,17 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
         faults += [f"{task} brings what is there" for task, wanted in brought.items() if task in paths.tasks and not wanted]
 
         # From the update to the next forward, through what carries the parameters where they change sides or are in parts.
-        chain = [(update, 0)]
+        chain = [(update, 0), *([(changes, 0)] if in_place else [])]
         for m in range(end + 1) if gathers[gather_backward] else ():  # not a second copy
             faults += chain_faults(paths, *((task._replace(micro_batch=m), 0) for task in (forward, gather_backward)))
         if (also := TaskId(Kind.GPU_UPDATE, unit)) != update and decisions.update.share and also in paths.tasks:
             faults += chain_faults(paths, (backward, 0), (also, 0), (forward, 1))
-        if on_cpu and not stays_not:
+        if elsewhere and not stays_not:
             chain.append((refresh, 0))
             reader = gather_backward._replace(micro_batch=end) if stage == 3 else backward
             faults += chain_faults(paths, (reader, 0), (refresh, 0))  # which overwrites what is read for backward
-            faults += chain_faults(paths, (refresh, 0), (update, 1))  # which overwrites what the refresh reads
-        if not on_cpu and stays_not:
+            faults += chain_faults(paths, (refresh, 0), (changes, 1))  # which overwrites what the refresh reads
+        if not elsewhere and stays_not:
             chain.append((written_back, 0))
         through = _behind_host(schedule, route.home)
         written, read_forward, read_backward = (
@@ -230,14 +231,14 @@ def parameter_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[s
             if stage == 3:
                 faults += chain_faults(paths, (fetch_backward, 0), (gather_backward, 0), (user, 0))
             between = [*((task, 0) for task in written), *((task, 1) for task in read_backward)]
-            faults += chain_faults(paths, (update, 0) if on_cpu else carried_by, *between, (fetch_backward, 1), (user, 1))
+            faults += chain_faults(paths, (changes, 0) if elsewhere else carried_by, *between, (fetch_backward, 1), (user, 1))
         # What was on the GPU before the update does not overwrite it on the host, nor is it overwritten while it is read.
         if route.moves and not route.stays_after_forward:
             last_moved = TaskId(Kind.WRITE_BACK_FORWARD, unit, end)
             faults += chain_faults(paths, (TaskId(Kind.FORWARD, unit, end), 0), (last_moved, 0), (update, 0))
-        if on_cpu:
+        if elsewhere:
             fetched = [TaskId(fetch.kind, unit, end) for fetch, wanted in fetches.items() if wanted]
-            faults += [fault for fetch in fetched for fault in chain_faults(paths, (fetch, 0), (update, 0))]
+            faults += [fault for fetch in fetched for fault in chain_faults(paths, (fetch, 0), (changes, 0))]
     return faults
 
 
@@ -259,6 +260,8 @@ _OF_TRAINED = (
     Kind.WRITE_STATES,
     Kind.WRITE_GRADIENTS,
     Kind.WRITE_PARAMETERS,
+    Kind.PLACE_UPDATE,
+    Kind.READ_UPDATED,
 )
 
 
@@ -308,7 +311,7 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         backward = backwards[-1]
         stage, reduced = _zero_stage(schedule, decisions), {}
         if _several_gpus(schedule):
-            each = decisions.accumulates_on_host or stage >= 2
+            each = decisions.accumulates_on_host or (stage >= 2 and not plan.sums_whole)
             reduced = {task: task._replace(kind=Kind.REDUCE_GRADIENTS) for task in (backwards if each else backwards[-1:])}
             faults += [fault for task, reduce in reduced.items() for fault in chain_faults(paths, (task, 0), (reduce, 0))]
         if decisions.update.on is Processor.GPU:
@@ -324,10 +327,11 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             faults += [fault for reduce in reduced.values() for fault in chain_faults(paths, (reduce, 0), (update, 0))]
             faults += [fault for part in (update, *others) for fault in _state_faults(paths, decisions, part)]
             continue
-        update = TaskId(Kind.CPU_UPDATE, unit)
+        update = _elsewhere(decisions, unit)
         faults += _state_faults(paths, decisions, update)
         if decisions.gradients.far:
             written, read = TaskId(Kind.WRITE_GRADIENTS, unit, micro_batches - 1), TaskId(Kind.READ_STATES, unit)
+            read = update if update.kind is Kind.PLACE_UPDATE else read
             faults += chain_faults(
                 paths, (backward._replace(kind=Kind.OFFLOAD_GRADIENTS), 0), (written, 0), (read, 0), (written, 1)
             )
@@ -369,12 +373,12 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
     for unit, decisions in enumerate(plan.units):
         if profile.units[unit].is_frozen:
             continue
-        on_cpu, norm = decisions.update.on is Processor.CPU, TaskId(Kind.GRADIENT_NORM, unit)
-        update = TaskId(Kind.CPU_UPDATE if on_cpu else Kind.GPU_UPDATE, unit)
+        on_gpu, norm = decisions.update.on is Processor.GPU, TaskId(Kind.GRADIENT_NORM, unit)
+        update = TaskId(Kind.GPU_UPDATE, unit) if on_gpu else _elsewhere(decisions, unit)
         # Of an embedding that is tied to the head its own backward is the last.
         complete = [TaskId(Kind.BACKWARD, unit, last)]
         # Who takes them away, or overwrites them.
-        takers = [TaskId(Kind.OFFLOAD_GRADIENTS, unit, last)] if on_cpu else []
+        takers = [] if on_gpu else [TaskId(Kind.OFFLOAD_GRADIENTS, unit, last)]
         if decisions.gradients_replace_parameters:
             takers.append(TaskId(Kind.REFRESH, unit))
         overwrites = [(task, 0) for task in takers if task in paths.tasks]
@@ -384,9 +388,9 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, unit, 0 if summed else last), 1)]
         if decisions.update.share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
-        stale = int(on_cpu and plan.delayed)
+        stale = int(not on_gpu and plan.delayed)
         faults += chain_faults(paths, *((task, 0) for task in complete), (norm, 0), (clip, 0), (update, stale))
-        if not on_cpu:
+        if on_gpu:
             faults += chain_faults(paths, (_update_parts(paths, unit)[-1], 0), (clip, 1))
         for overwriter in overwrites:
             faults += chain_faults(paths, (norm, 0), overwriter)
@@ -403,13 +407,18 @@ def _update_parts(paths: Paths, unit: int) -> list[TaskId]:
     return list(parts) or [whole]
 
 
+def _elsewhere(decisions: UnitPlan, unit: int) -> TaskId:
+    """The update of a unit that the GPU does not update."""
+    return TaskId(Kind.PLACE_UPDATE if decisions.update.on is Processor.PLACE else Kind.CPU_UPDATE, unit)
+
+
 def _state_faults(paths: Paths, decisions: UnitPlan, update: TaskId) -> list[str]:
     """Updates of states that are not there, or that are not brought home before the next."""
     chain = [
         update._replace(kind=kind) for kind in (Kind.READ_STATES, Kind.FETCH_STATES, Kind.WRITE_BACK_STATES, Kind.WRITE_STATES)
     ]
     read, fetch, back, write = ([task] if task in paths.tasks else [] for task in chain)
-    if not decisions.states.leaves:
+    if not decisions.states.leaves or decisions.update.on is Processor.PLACE:
         return []
     chain = [*read, *fetch, update, *back, *write]
     if len(chain) == 1:
@@ -443,7 +452,9 @@ def activation_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[
     present = [task.id for task in schedule.tasks if task.id.kind in _PASSES]
     faults += [f"{task} is not in the plan" for task in present if task not in passes]
     moved = {i for i, unit in enumerate(plan.units) if unit.kept.leaves and parts_of(unit, profile.units[i])}
-    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *_absence_faults(schedule, moved)]
+    taking = {i for i, unit in enumerate(plan.units) if unit.results}
+    absent = _absence_faults(schedule, moved, taking)
+    return [*chain_faults(paths, *((task, 0) for task in passes), (passes[0], 1)), *faults, *absent]
 
 
 def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple[int, str]]:
@@ -451,19 +462,22 @@ def _homes_of_activations(profile: Profile, plan: Plan, unit: int) -> list[tuple
     decisions = plan.units[unit]
     parts = parts_of(decisions, profile.units[unit])
     if not parts:
-        return [(0, decisions.kept.home)] * decisions.kept.leaves
+        results = [(part, one.route.home) for part, one in enumerate(decisions.results, 1) if one.route.leaves]
+        return [*[(0, decisions.kept.home)] * decisions.kept.leaves, *results]
     return [(index, part.route.home) for index, part in enumerate(parts) if part.route.leaves]
 
 
-def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:
+def _absence_faults(schedule: Schedule, moved: set[int], taking: set[int]) -> Iterator[str]:
     """Passes whose input or activations nothing has left on the GPU, in the order of the schedule. The inputs of the units
-    ``moved`` leave with their activations.
+    ``moved`` leave with their activations. Recomputations of the units ``taking`` take other parts than the first for good.
     """
     there: set[tuple[Value, int | None, int, int]] = set()
     parts: defaultdict[tuple[int | None, int], set[int]] = defaultdict(lambda: {0})
     for task in schedule.tasks:
         unit, m, kind = task.id.unit, task.id.micro_batch, task.id.kind
-        needed = [(Value.ACTIVATIONS, part) for part in sorted(parts[unit, m]) if kind is Kind.BACKWARD]
+        # A recomputation takes all parts but the first, which it makes.
+        users = (Kind.RECOMPUTE, Kind.BACKWARD)
+        needed = [(Value.ACTIVATIONS, part) for part in sorted(parts[unit, m]) if kind in users[not part :]]
         if kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) and unit and (kind is Kind.FORWARD or unit not in moved):
             needed.append((Value.INPUT, 0))
         yield from (f"{task.id} finds no {value} on the GPU" for value, part in needed if (value, unit, m, part) not in there)
@@ -471,6 +485,8 @@ def _absence_faults(schedule: Schedule, moved: set[int]) -> Iterator[str]:
         for buffer in made:
             if buffer.value is Value.ACTIVATIONS:
                 parts[buffer.unit, buffer.micro_batch].add(buffer.again)
+        for buffer in freed if kind is Kind.RECOMPUTE and unit in taking else ():  # backward does not need them
+            parts[buffer.unit, buffer.micro_batch] -= {buffer.again} - {0}
         there |= {_there(buffer) for buffer in made}
         there -= {_there(buffer) for buffer in freed}
 
@@ -609,6 +625,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             kinds = _USERS_ON_THE_WAY.get(begin.kind, ())
     elif value is Value.ACTIVATIONS and end.kind is Kind.OFFLOAD_ACTIVATIONS:
         kinds = (Kind.FORWARD, end.kind)  # backward uses what is fetched again
+    elif value is Value.ACTIVATIONS and end.kind is Kind.RECOMPUTE and buffer.again:
+        kinds = (end.kind,)
     elif value is Value.ACTIVATIONS and begin.kind is not Kind.RECOMPUTE:
         kinds = (Kind.RECOMPUTE, Kind.BACKWARD)  # other parts are made again from it
     elif value is Value.LOGITS and end.kind is Kind.BACKWARD:

@@ -46,6 +46,7 @@ from autohete.plan.rules import (
     ByPriority,
     GpuUpdatesAfterBackward,
     GpuUpdatesAfterRecompute,
+    GradientsLeaveAfterBackward,
     GradientsLeaveBeforeBackward,
     RefreshAfterBackward,
     RefreshAfterUpdates,
@@ -163,7 +164,9 @@ def _training(dice: Dice, units: int) -> Training:
     if dice.flip():
         return Training(optimizer=optimizer)
     targets = dice.of([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")])
-    lora = Lora(dice.whole(1, 4), targets, dice.flip()) if dice.flip() else None
+    lora = Lora(dice.whole(1, 4), targets) if dice.flip() else None
+    if lora is not None:
+        lora = dice.of([lora, replace(lora, quantised=True), replace(lora, base_gradients=True)])
     return Training(lora, dice.whole(1, units) if dice.flip() else None, optimizer)
 
 
@@ -383,12 +386,13 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
             gpu_update_bytes=dice.whole(0, 10**6),
             pins_optimizer=dice.flip(),
         ),
-        flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip()),
+        flat_buffers=FlatBuffers(dice.whole(0, 2), dice.whole(0, 3), dice.flip(), dice.flip()),
         hooks=Hooks(
             (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
             (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
             dice.whole(0, 9),
         ),
+        sums_whole=dice.flip(),
         holds_inputs=dice.flip(),
     )
     plan = without_contradictions(profile, plan)
@@ -449,6 +453,7 @@ def _rule(dice: Dice, units: int) -> Rule:
             GpuUpdatesAfterBackward(),
             GpuUpdatesAfterRecompute(),
             GradientsLeaveBeforeBackward(),
+            GradientsLeaveAfterBackward(),
             RefreshAfterBackward(),
             RefreshAfterUpdates(),
             Barrier(),

@@ -41,6 +41,7 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         plan,
         units=units,
         sums_in_place=False,
+        sums_whole=False,
         holds_inputs=False,
         rules=(*rules, GradientsLeaveBeforeBackward()) if plan.delayed else rules,
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,

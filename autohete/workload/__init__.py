@@ -393,6 +393,11 @@ class Workload(Hashed):
         """Whether the unit's own parameters are trained, rather than frozen."""
         return self.training.lora is None and self._is_reached(unit)
 
+    def has_base_gradients(self, unit: int) -> bool:
+        """Whether backward computes gradients of the unit's own parameters."""
+        lora = self.training.lora
+        return self.trains_base(unit) or (lora is not None and lora.base_gradients and bool(self.adapted_layers(unit)))
+
     def frozen_parameters(self, unit: int) -> int:
         """Those of :meth:`unit_parameters` that are not trained."""
         return 0 if self.trains_base(unit) else self.unit_parameters(unit) - self._adapter_parameters(unit)

@@ -356,6 +356,7 @@ class Experts(Component):
         router_fp32: the router works in fp32 (DeepSeek).
         weights_fp32: experts' results are weighted in fp32.
         loop: how a loop over them takes one after another.
+        held: how many of them a GPU has, which works for as many others in turn; None: all.
     """
 
     expert: Mlp
@@ -367,6 +368,7 @@ class Experts(Component):
     router_fp32: bool = False
     weights_fp32: bool = False
     loop: ExpertLoop = ExpertLoop.MODULES
+    held: int | None = None
 
     def __post_init__(self) -> None:
         Component.__post_init__(self)
@@ -379,14 +381,23 @@ class Experts(Component):
 
     def products(self, hidden_size: int) -> tuple[Product, ...]:
         up, down = self.expert.products(hidden_size)
-        routed = [Product(p.columns, p.inner, self.active, self.count) for p in (up, down)]
+        routed = [Product(p.columns, p.inner, self.active, self.here) for p in (up, down)]
         shared = self.shared.products(hidden_size) if self.shared else ()
         gate = (Product(1, hidden_size),) if self.shared_gate else ()
         return (Product(self.count, hidden_size), *routed, *shared, *gate)
 
     def vectors(self, hidden_size: int) -> int:
         shared = self.shared.vectors(hidden_size) if self.shared else 0
-        return self.count * (self.expert.vectors(hidden_size) + self.router_bias) + shared
+        return self.here * self.expert.vectors(hidden_size) + self.count * self.router_bias + shared
+
+    @property
+    def here(self) -> int:
+        """How many of the experts this GPU has."""
+        return self.count if self.held is None else self.held
+
+    def routed_parameters(self, hidden_size: int) -> int:
+        """Parameters of the experts that this GPU has, without those that every token goes through."""
+        return self.here * self.expert.parameters(hidden_size)
 
 
 #: Token mixers.

@@ -65,6 +65,9 @@ class Lora:
         prepared: embedding, head and norms are held in fp32, and so is the residual stream (PEFT's
             ``prepare_model_for_kbit_training``, which trl calls). None: if adapters are under autocast and the base quantised.
         dropout: probability with which elements of an adapter's input are dropped (``lora_dropout``). 0: there is no dropout.
+        base_gradients: backward also computes the gradients of the frozen parameters beside adapters, which no update uses. So
+            it is where both lie in one flat parameter, which autograd sees as trained: ``FullyShardedDataParallel`` with
+            ``use_orig_params`` around whole blocks (``_use_unsharded_views`` in torch/distributed/fsdp/_flat_param.py, 2.13).
     """
 
     rank: int
@@ -73,9 +76,12 @@ class Lora:
     adapters: Adapters | None = None
     prepared: bool | None = None
     dropout: float = 0.0
+    base_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.base_gradients and self.quantised:
+            raise InputError("weights in NF4 have no gradients: leave base_gradients or quantised out of LoRA")
         if not 0 <= self.dropout < 1:
             raise InputError(f"the dropout of LoRA is {self.dropout}: give at least 0 and less than 1, such as 0.05")
         if not 1 <= self.rank <= _LARGEST_RANK:
@@ -91,7 +97,8 @@ class Lora:
         adapters = f", adapters {self.adapters}" if self.adapters else ""
         prepared = "" if self.prepared is None else f", {'' if self.prepared else 'not '}prepared"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}{dropout}"
+        base = ", gradients of the base" if self.base_gradients else ""
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}{dropout}{base}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from autohete.answer.answer_document import answer_json
 from autohete.answer.certainty import MODEL_ERROR
 from autohete.answer.draws import draw, open_figures
 from autohete.answer.levers import levers, pull
+from autohete.answer.needs import _smallest
 from autohete.answer.policies import Judged, default_policies, ranked
 from autohete.answer.purchases import single_purchases
-from autohete.answer.result import Change
+from autohete.answer.result import Change, Need
 from autohete.answer.trials import gains, trials, with_price
 from autohete.cli.axes import _option_parser
 from autohete.cli.plan import with_options
@@ -35,7 +36,7 @@ from autohete.policies import POLICIES, NamedPolicy, parse_policy, search_space
 from autohete.policies.joint import JointFrom
 from autohete.profile import Profile, analytic_profile
 from autohete.quantities import format_count, format_ratio, parse_count
-from autohete.report.answer_text import answer_text
+from autohete.report.answer_text import answer_text, need_text
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_again, simulate_plan, simulate_policy
 from autohete.simulate.largest import GrowingFigure, largest, misfit
@@ -394,6 +395,14 @@ def test_the_least_memory_is_enough_and_less_is_not(policy: str) -> None:
     assert not simulated(profile_at(site(gpu_memory=f"{need.gpu_bytes - GIB // 10 - 1}B")), [policy])
     assert "DOES NOT FIT" in answer_text(found)
     assert found.binds == (GPU_MEMORY,)
+
+
+def test_of_equal_needs_the_most_tokens_decide() -> None:
+    """A pipeline whose stages share a batch may have the shorter iteration, and still be slower."""
+    pipeline = Need((GPU_MEMORY,), 8 * GIB, 64 * GIB, None, "pipeline", 1.0, 2000.0)
+    shared = replace(pipeline, policy="resident:zero_stage=3", iteration_seconds=3.0, tokens_per_second=2500.0)
+    assert _smallest([(pipeline,), (shared,)], (GPU_MEMORY,)) == shared
+    assert need_text(shared, ()).endswith("resident:zero_stage=3, 3.00 s per iteration, 2,500 tokens/s.")
 
 
 def test_if_no_memory_alone_is_enough_both_are_named() -> None:

@@ -16,6 +16,7 @@ from support.answers import LARGE, TIGHT, TINY, WORKLOAD, answer, saved
 from support.command import SMALL, autohete, refused
 
 from autohete.answer.answer_document import answer_json
+from autohete.answer.certainty import MODEL_ERROR
 from autohete.answer.saved_answer import read_answer
 from autohete.answer.two_answers import Joined, TwoAnswers, compare_answers
 from autohete.execution.trace import Clock
@@ -101,7 +102,7 @@ def test_one_machine_is_uncertain_once_and_two_are_twice(files: dict[str, str], 
     """On one machine only the model's error counts; of two machines both intervals do; without an interval nothing is said."""
     one = compared(files["large"], files["tight"])
     assert one.ratio is not None
-    deviation = 0.17 * math.sqrt(math.pi / 2)
+    deviation = MODEL_ERROR * math.sqrt(math.pi / 2)
     assert one.ratio.certainty == pytest.approx(NormalDist(0, deviation).cdf(abs(math.log(one.ratio.time))))
     elsewhere = changed(files["tight"], tmp_path / "x.json", lambda document: document["hardware"].update(name="another"))
     ends = [(i.low_seconds, i.high_seconds) for i in (one.a.interval, one.b.interval) if i is not None]

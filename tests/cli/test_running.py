@@ -19,6 +19,7 @@ from autohete.cli.frameworks import RunOptions
 from autohete.cli.from_config import advise
 from autohete.cli.question import DEFAULT_HARDWARE, Question, Shape
 from autohete.errors import InputError
+from autohete.frameworks.advice import AdvisedSpeed
 from autohete.frameworks.deepspeed_reading import read_deepspeed
 from autohete.hardware import load_hardware
 from autohete.report.answer_text import answer_text
@@ -142,14 +143,20 @@ def test_advice_compares_with_what_runs() -> None:
     found = answer(ROOM, (*QUICK, "zero3_offload"))
     advice = advise("ds.json", read, found)
     now = Judged(found.profile, (read.policy,))()
-    assert advice.iteration_seconds == now.seconds
+    assert advice.now is not None
+    assert advice.then is not None
+    assert advice.now.iteration_seconds == now.seconds
     best = min((each for each in found.candidates if "deepspeed" in each.runs_in and each.fits), key=lambda each: each.seconds)
-    assert (advice.better, advice.better_seconds) == (best.name, best.seconds)
+    assert (advice.better, advice.then.iteration_seconds) == (best.name, best.seconds)
     changed = {change.key: change.after for change in advice.changes}
     assert changed["zero_optimization.offload_optimizer.pin_memory"] is True
     assert "zero_optimization.overlap_comm" not in changed
     assert f"{now.seconds / best.seconds:.2f}x as fast" in str(advice)
-    assert advice.fastest_seconds is None or advice.fastest_seconds < best.seconds
+    slower = replace(
+        advice, now=AdvisedSpeed(now.seconds / 4, advice.then.tokens_per_second / 2)
+    )  # of a fourth of the batch, say
+    assert "2.00x as fast" in str(slower)
+    assert advice.at_best is None or advice.at_best.tokens_per_second > advice.then.tokens_per_second
 
 
 @pytest.mark.slow

@@ -15,13 +15,19 @@ from autohete.lowering import lower
 from autohete.plan import Activations, Plan, Route, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward
+from autohete.planner.chain import Chain, Stage
+from autohete.planner.remat_program import least_recomputation
 from autohete.policies import parse_policy
+from autohete.policies.chain_costs import activation_budget_bytes, stages
+from autohete.policies.dtr import Iteration
 from autohete.profile import LossProfile, Profile, UnitProfile
 from autohete.schedule import GPU, GPU_MEMORY, HOST_MEMORY, Kind, Schedule, parse_schedule, validate
 from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import Workload
 
 KEEP, SELECTIVE, RECOMPUTE, DROP = Activations
+#: Policies with fixed decisions in which nothing leaves the GPU.
+FIXED = ["resident:checkpointing=full", "resident", "sqrt_checkpoint", "sqrt_checkpoint:keep_last"]
 #: What each forward of each unit keeps.
 Forwards = tuple[tuple[Activations, ...], ...]
 
@@ -87,11 +93,11 @@ def chains(draw: st.DrawFn, least: int, most: int) -> Profile:
     alike = draw(st.booleans())
 
     def block(unit: int) -> UnitProfile:
-        given = draw(small)
+        given, forward = draw(small), draw(small)
         return UnitProfile(
             workload.role(unit),
             draw(st.integers(1, 5)),
-            draw(small) * 1e-9,
+            forward * 1e-9,
             draw(small) * 1e-9,
             draw(small) * 1e-9,
             input_bytes=given,
@@ -100,6 +106,7 @@ def chains(draw: st.DrawFn, least: int, most: int) -> Profile:
             backward_workspace_bytes=draw(small),
             gpu_update_workspace_bytes=draw(small),
             measured_checkpointed_workspace_bytes=draw(st.none() | small),
+            shorter_recompute_seconds=draw(st.none() | st.integers(0, forward).map(lambda ns: ns * 1e-9)),
         )
 
     units = [block(unit) for unit in range(workload.unit_count)]
@@ -143,13 +150,50 @@ def test_rotor_is_the_quickest_plan_that_fits(profile: Profile) -> None:
 @given(chains(4, 12), st.integers(0, 3))
 def test_rotor_is_never_slower_than_fixed_segments(profile: Profile, choice: int) -> None:
     """Where checkpointing of every block, or in segments, fits, rotor fits and takes no longer."""
-    policy = ["resident:checkpointing=full", "resident", "sqrt_checkpoint", "sqrt_checkpoint:keep_last"][choice]
+    policy = FIXED[choice]
     peak, time = peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))
     tight = with_memory(profile, peak)
     found, once = (parse_policy(name).plan(tight, judge_for(tight)) for name in ("rotor", "rotor:nested=off"))
     assert peak_and_time(lower(tight, found))[0] <= peak
     assert peak_and_time(lower(tight, found))[1] <= peak_and_time(lower(tight, once))[1] <= time
     assert all(len(unit.forwards) <= 2 for unit in once.units)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(chains(1, 5), st.integers(0, 3))
+def test_the_integer_program_and_the_dynamic_program_prove_each_other(profile: Profile, choice: int) -> None:
+    """At some budgets Checkmate and Rotor take the same time, and have the same bound; where stages may free what others kept,
+    nothing takes longer.
+    """
+    found = [parse_policy(name).plan(profile, judge_for(profile)) for name in FIXED]
+    peak = sorted(peak_and_time(lower(profile, plan))[0] for plan in found)[choice]
+    for budget in (peak, peak - 3, peak - 12):
+        asked = with_memory(profile, budget)
+        judge = judge_for(asked)
+        plans = [parse_policy(name).plan(asked, judge) for name in ("rotor", "checkmate")]
+        rotor, checkmate = (peak_and_time(lower(asked, plan)) for plan in plans)
+        assert rotor[1] == checkmate[1] or min(rotor[0], checkmate[0]) > budget
+        assert checkmate[0] <= max(budget, rotor[0])
+        freely = least_recomputation(stages(asked), activation_budget_bytes(asked), 10, persistent=False)
+        if rotor[0] <= budget:
+            assert plans[0].bound_seconds == pytest.approx(plans[1].bound_seconds, rel=1e-6)
+            kept = least_recomputation(stages(asked), activation_budget_bytes(asked), 10)
+            assert freely.bound_ns <= kept.bound_ns + 1e-6
+
+
+def test_freeing_what_has_served_can_save_recomputation() -> None:
+    """Of this chain in the least memory, the plans' best takes 47 ns of forwards; a way that frees an input early takes 43."""
+    sizes = [(9, 0, 6), (4, 14, 20), (1, 4, 14), (7, 7, 12), (5, 10, 23)]
+    outputs = [given for _, given, _ in sizes[1:]] + [0]
+    chain = [
+        Stage(forward, forward, given, output, output, kept, 0, 0, 0, 0, keeps=unit in (0, 4))
+        for unit, ((forward, given, kept), output) in enumerate(zip(sizes, outputs, strict=True))
+    ]
+    least = Chain(chain, 0).least_bytes
+    ways = [least_recomputation(chain, least, 60, persistent=persistent) for persistent in (True, False)]
+    assert [round(way.bound_ns, 3) for way in ways] == [47, 43]
+    assert least_recomputation(chain, least - 1, 60).bound_ns == float("inf")
 
 
 def test_a_chain_of_unlike_units_is_searched_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +217,62 @@ def least_bytes(policy: str, profile: Profile) -> int:
     return peak_and_time(lower(profile, parse_policy(policy).plan(profile, judge_for(profile))))[0]
 
 
-def deep(gpu_bytes: int) -> Profile:
-    """Twelve blocks whose inputs take as much as what they keep beside, and no gradients to speak of."""
+def deep(gpu_bytes: int, count: int = 12) -> Profile:
+    """Blocks whose inputs take as much as what they keep beside, and no gradients to speak of."""
     profile = profile_with(gpu_bytes, 1)
     inner = replace(profile.units[1], input_bytes=100, activation_bytes=200, parameters=1)
-    blocks = (profile.units[0], *[inner] * 12, replace(profile.units[-1], input_bytes=100, activation_bytes=110))
-    return replace(profile, workload=replace(profile.workload, transformer_blocks=12), units=blocks)
+    blocks = (profile.units[0], *[inner] * count, replace(profile.units[-1], input_bytes=100, activation_bytes=110))
+    return replace(profile, workload=replace(profile.workload, transformer_blocks=count), units=blocks)
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(chains(2, 8), st.integers(0, 3), st.integers(0, 20))
+def test_a_link_never_costs_time(profile: Profile, choice: int, less: int) -> None:
+    """POFO fits wherever Rotor does and is never slower."""
+    fixed = parse_policy(FIXED[choice]).plan(profile, judge_for(profile))
+    asked = with_memory(profile, peak_and_time(lower(profile, fixed))[0] - less)
+    judge = judge_for(asked)
+    rotor, pofo = (judge(parse_policy(name).plan(asked, judge)) for name in ("rotor", "pofo"))
+    assert pofo.verdict is Verdict.OK or rotor.verdict is not Verdict.OK
+    assert pofo.seconds <= rotor.seconds or rotor.verdict is not Verdict.OK
+
+
+@settings(max_examples=25)
+@given(chains(1, 10), st.integers(0, 60))
+def test_what_is_dropped_in_time_fits_and_is_never_best_by_chance(profile: Profile, percent: int) -> None:
+    """Where DTR's iteration has stayed within the budget its plan does, too, and Rotor is at most as slow in that memory."""
+    peaks = [
+        peak_and_time(lower(profile, parse_policy(name).plan(profile, judge_for(profile))))[0]
+        for name in ("resident:checkpointing=none", "resident:checkpointing=full")
+    ]
+    budget = min(peaks) + (peaks[0] - min(peaks)) * percent // 60
+    asked = with_memory(profile, budget)
+    judge = judge_for(asked)
+    iteration = Iteration(asked, tensors=False)
+    iteration.run()
+    plan = parse_policy("dtr:tensors=off").plan(asked, judge)
+    peak, time = peak_and_time(lower(asked, plan))
+    assert peak <= budget or not iteration.fits
+    best = with_memory(profile, peak)
+    assert time >= peak_and_time(lower(best, parse_policy("rotor").plan(best, judge_for(best))))[1]
+
+
+def test_what_the_link_moves_in_time_is_not_recomputed() -> None:
+    """Two thirds of what twelve blocks keep fit: with a fast link nothing is recomputed and nothing waits."""
+    profile = deep(10**9)
+    peak, time = peak_and_time(lower(profile, parse_policy("resident:checkpointing=none").plan(profile, judge_for(profile))))
+    blocks = sum(unit.activation_bytes for unit in profile.units[1:-1])
+    for bandwidth, recomputes in ((1e12, False), (1e6, True)):
+        link = replace(profile.hardware.h2d, bandwidth=bandwidth, duplex_bandwidth=bandwidth)
+        hardware = replace(with_memory(profile, peak - blocks // 3).hardware, h2d=link, d2h=link)
+        asked = replace(profile, hardware=hardware)
+        judge = judge_for(asked)
+        plan = parse_policy("pofo").plan(asked, judge)
+        assert judge(plan).verdict is Verdict.OK
+        assert any(unit.activations is not KEEP for unit in plan.units) == recomputes
+        assert any(unit.kept.leaves for unit in plan.units) != recomputes
+        assert (round(judge(plan).seconds * 1e9) > time) == recomputes
 
 
 def test_the_tightest_memory_takes_segments_within_segments() -> None:

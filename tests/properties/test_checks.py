@@ -15,14 +15,14 @@ from support.plans import with_gradients_replacing
 
 import autohete.testing
 from autohete.analysis.occupancy import Occupancy, occupancy
-from autohete.errors import InfeasibleError
+from autohete.errors import InfeasibleError, InputError
 from autohete.execution.trace import Trace
 from autohete.hardware import Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Activations, Footprint, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Footprint, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, Rule
-from autohete.policies import parse_policy
+from autohete.policies import POLICIES, parse_policy, search_space
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import (
     GPU_MEMORY,
@@ -48,10 +48,12 @@ from autohete.testing.strategies import without_contradictions
 from autohete.workload import Workload
 
 SMALL = Workload("small", 32, 3, 4, vocabulary_size=61, sequence_length=8, batch_size=2)
-NODE = replace(load_hardware("a100-40gb-epyc7713"), places=(Place("nvme", 10**12, 1e9, 1e9, 1e-5),))
+NODE = replace(load_hardware("a100-40gb-epyc7713"), places=(Place("nvme", 10**12, 1e9, 1e9, 1e-5, update_bandwidth=2e9),))
 PROFILE = analytic_profile(SMALL, NODE)
 #: The same with two micro-batches in an iteration.
 TWICE = analytic_profile(replace(SMALL, micro_batches=2), NODE)
+#: The same with a matrix of its own for the head.
+UNTIED = analytic_profile(replace(SMALL, tied_embeddings=False), NODE)
 #: The same with gradients clipped.
 CLIPPED = analytic_profile(replace(SMALL, clip_norm=1.0), NODE)
 CLIPPED_TWICE = analytic_profile(replace(SMALL, clip_norm=1.0, micro_batches=2), NODE)
@@ -99,7 +101,7 @@ def offloaded_in_every_way() -> list[Plan]:
                 *zip(KEPT_OR_NOT, (GPU_MEMORY, HOST_MEMORY), strict=True),
                 *zip(KEPT_OR_NOT, (HOST_MEMORY, GPU_MEMORY), strict=True),
             ),
-            Processor,
+            (Processor.GPU, Processor.CPU),
             switches,
         )
         if not (forward and moved)
@@ -118,7 +120,11 @@ def in_segments() -> list[Plan]:
     ]
 
 
+IN_PLACE = UnitPlan(update=Update(Processor.PLACE), gradients=Route("nvme"), states=Route("nvme"))
+RESULTS = SavedRoute("mlp_2", Route(HOST_MEMORY)), SavedRoute("attention_1"), SavedRoute("mlp_1", Route("nvme", ahead=2))
 PLANS = [
+    plan_of(UnitPlan(Activations.RECOMPUTE, kept=Route(HOST_MEMORY), results=RESULTS)),
+    Plan("by hand", (IN_PLACE, *[replace(IN_PLACE, parameters=Route(HOST_MEMORY))] * 3, IN_PLACE)),
     *map(
         planned_by, ["resident", "zero_offload", "zero_offload:paper,tile_overlap,delayed_update", "patrickstar:chunk_size=1"]
     ),
@@ -142,7 +148,10 @@ ACCUMULATING = [
 ]
 #: Two GPUs, with one micro-batch or two.
 SEVERAL = [
-    *(shared(UnitPlan(update=Update(processor)), stage) for processor, stage in product(Processor, range(4))),
+    *(
+        shared(UnitPlan(update=Update(processor)), stage)
+        for processor, stage in product((Processor.GPU, Processor.CPU), range(4))
+    ),
     shared(UnitPlan(update=Update(Processor.CPU), parameters=Route(HOST_MEMORY), gradients=Route(HOST_MEMORY)), 3),
     shared(UnitPlan(Activations.RECOMPUTE, Route(HOST_MEMORY, stays_after_forward=True), Update(Processor.CPU)), 3),
     shared(UnitPlan(update=Update(Processor.CPU)), 2),
@@ -163,6 +172,10 @@ CASES = [
     *((CLIPPED_TWICE, plan) for plan in ACCUMULATING),
     *((replace(CLIPPED, hardware=NODE.shared_by(2)), plan) for plan in SEVERAL),
 ]
+
+
+#: Systems that train on one GPU only.
+REFUSE = {("block_swap", 2), ("l2l", 2)}
 
 
 def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
@@ -207,6 +220,35 @@ def test_every_plan_keeps_every_promise(case: tuple[Profile, Plan]) -> None:
 def test_memory_of_any_schedule_balances(schedule: Schedule) -> None:
     """Buffers of names that mean nothing are checked for who allocates and who frees them."""
     assert [fault for fault in checks.memory_faults(schedule) if "later and later" not in fault] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_system_keeps_every_promise(name: str, gpus: int) -> None:
+    """With each combination of flags that its users can choose, no check finds anything, on one GPU or two, with micro-batches,
+    clipping and one matrix for embedding and head, or without; a system that cannot train one of these refuses.
+
+    Stages of a pipeline compute different units: of their schedules only the execution is checked.
+    """
+    checked = set[Plan]()
+    for profile in (replace(each, hardware=NODE.shared_by(gpus)) for each in (UNTIED, CLIPPED_TWICE)):
+        judge = judge_for(profile)
+        for policy in map(parse_policy, search_space(name, profile)):
+            try:
+                plan = policy.plan(profile, judge)
+                schedule = lower(profile, plan)
+            except InputError:
+                continue
+            if (anonymous := replace(plan, policy="")) in checked:
+                continue
+            if plan.is_pipeline:
+                found = checks.trace_faults(list_schedule(validate(schedule), 4))
+            else:
+                found = checks.plan_faults(profile, plan)
+            assert found == [], (policy.name, profile.workload)
+            checked.add(anonymous)
+    assert bool(checked) is ((name, gpus) not in REFUSE)
 
 
 def test_parameters_are_not_released_while_they_are_written_back() -> None:

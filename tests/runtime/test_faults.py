@@ -38,7 +38,7 @@ from autohete.runtime.async_device import AsyncDevice
 from autohete.runtime.partition import partition
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, HOST_MEMORY, TRANSFERS, Kind
+from autohete.schedule import COLLECTIVES, HOST_MEMORY, IN_PLACES, TRANSFERS, Kind
 from autohete.train.checkpoints import Checkpoint, CheckpointWriter, checkpoints, read_checkpoint
 from autohete.train.gpt import BLOCKS
 from autohete.train.options import TrainingOptions
@@ -252,8 +252,8 @@ def test_what_is_left_to_do_on_the_host_is_done(checkpoint_of: Callable[[str], P
 
 @pytest.mark.slow
 def test_every_kind_of_task_is_in_a_mix() -> None:
-    """The runtime knows no other kinds: those of several GPUs are refused."""
-    assert {kind for name in MIXES for kind in kinds_of(name)} | {*COLLECTIVES, *TRANSFERS} == set(Kind)
+    """The runtime knows no other kinds: those of several GPUs and of places that compute are refused."""
+    assert {kind for name in MIXES for kind in kinds_of(name)} | {*COLLECTIVES, *TRANSFERS, *IN_PLACES} == set(Kind)
 
 
 #: Half of the kinds take the first three, the others the rest, in turn.
@@ -279,7 +279,7 @@ def cases_of(kind: Kind) -> list[tuple[str, Fault, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (*COLLECTIVES, *TRANSFERS)])
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in (*COLLECTIVES, *TRANSFERS, *IN_PLACES)])
 def test_every_kind_of_task_may_fail(kind: Kind, checkpoint_of: Callable[[str], Path]) -> None:
     """The same for each kind at its first, a middle and its last occurrence, on both devices."""
     for name, fault, device in cases_of(kind):

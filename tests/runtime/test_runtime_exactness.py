@@ -20,13 +20,14 @@ from autohete.errors import AutoHeteError, InputError, ScheduleError
 from autohete.execution.trace import check_trace
 from autohete.hardware import Interconnect
 from autohete.lowering import lower
-from autohete.plan import Activations, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.policies import parse_policy
 from autohete.runtime.lanes import Action
 from autohete.schedule import (
     COLLECTIVES,
     GPU_MEMORY,
     HOST_MEMORY,
+    IN_PLACES,
     TRANSFERS,
     BufferId,
     Kind,
@@ -466,8 +467,8 @@ NEEDS: dict[Kind, UnitPlan] = {
 
 
 def test_every_kind_has_a_need() -> None:
-    """All kinds are below, but for what several GPUs do together: the runtime trains with one."""
-    assert set(NEEDS) | {*COLLECTIVES, *TRANSFERS} == set(Kind)
+    """All kinds are below, but for what several GPUs do together, as the runtime trains with one, and what places do."""
+    assert set(NEEDS) | {*COLLECTIVES, *TRANSFERS, *IN_PLACES} == set(Kind)
 
 
 def test_a_schedule_of_several_gpus_is_refused() -> None:
@@ -477,6 +478,21 @@ def test_a_schedule_of_several_gpus_is_refused() -> None:
     profile = replace(profile, hardware=replace(profile.hardware, interconnect=join, shared_cores=None).shared_by(2))
     schedule = lower(profile, Plan("by hand", (UnitPlan(),) * (SMALL.transformer_blocks + 2)))
     with pytest.raises(InputError, match="lower the schedule for hardware with one GPU"):
+        train_by_schedule(SMALL, STEPS, schedule)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (UnitPlan(update=Update(Processor.PLACE), gradients=Route("nvme"), states=Route("nvme")), "updates in a place"),
+        (UnitPlan(Activations.RECOMPUTE, results=(SavedRoute("mlp_2"),)), "keeps results of products"),
+    ],
+)
+def test_what_only_the_simulator_does_is_refused(inner: UnitPlan, message: str) -> None:
+    """The runtime trains with what rests elsewhere, but not there, and recomputes whole blocks."""
+    outer = replace(inner, activations=Activations.KEEP, results=())
+    schedule = lower(profile_of(SMALL), Plan("by hand", (outer, *[inner] * SMALL.transformer_blocks, outer)))
+    with pytest.raises(InputError, match=message):
         train_by_schedule(SMALL, STEPS, schedule)
 
 

@@ -57,7 +57,7 @@ def profile_with(
         d2h=link,
         host=Host(PLENTY, 1e12, 1.0, pinned_bytes),
         cpu=Cpu(1, 4e9),
-        places=(Place("nvme", PLENTY, 4e9, 4e9, 0.0),),
+        places=(Place("nvme", PLENTY, 4e9, 4e9, 0.0, update_bandwidth=4e9),),
         interconnect=Interconnect(4, 4e9, 0.0),
     ).shared_by(gpus)
 

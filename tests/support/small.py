@@ -50,7 +50,7 @@ def plainly(workload: Workload, stale: frozenset[int] = frozenset()) -> Outcome:
 def profile_of(workload: Workload) -> Profile:
     """A profile in which copies and updates are slow: plans that search then use every mechanism."""
     slow = {"links.h2d.bandwidth": "1GB/s", "links.d2h.bandwidth": "1GB/s", "cpu.update_bandwidth": "2GB/s"}
-    drives = Place("nvme", 10**12, 1e9, 1e9, 1e-5)
+    drives = Place("nvme", 10**12, 1e9, 1e9, 1e-5, update_bandwidth=2e9)
     places = drives, replace(drives, name="peer", both_bandwidth=1.5e9, beside="gpu")
     profile = analytic_profile(workload, replace(load_hardware("a100-40gb-epyc7713", slow), places=places))
     inner = named_by(replace(workload, transformer_blocks=1, micro_batches=1, clip_norm=None))

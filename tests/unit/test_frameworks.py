@@ -46,7 +46,8 @@ RUN_BY = [
     ("zero_offload", LLAMA, "deepspeed llamafactory trainer"),
     ("zero_offload:paper", LLAMA, "trainer"),
     ("zero3_offload", LLAMA, "deepspeed llamafactory trainer"),
-    ("twin_flow:ratio=50", LLAMA, "deepspeed llamafactory megatron trainer"),
+    ("twin_flow:ratio=50", LLAMA, "deepspeed llamafactory trainer"),
+    ("megatron_hybrid:percent=50", LLAMA, "megatron trainer"),
     ("zero_infinity", LLAMA, "deepspeed llamafactory trainer"),
     ("fsdp2_offload", LLAMA, "fsdp2 torchtitan trainer"),
     ("fsdp2_offload:pin_memory=off", replace(LLAMA, precision=Precision.FP32), "fsdp2 trainer"),
@@ -155,12 +156,12 @@ def test_the_model_is_written_with_its_changes(model: str) -> None:
 
 
 def test_megatron_offloads_what_the_plan_does() -> None:
-    """The share of the optimizer, the first layers or saved tensors become flags; without room for gradients it refuses."""
-    flags = files_of("megatron", decided("twin_flow:ratio=50"))["train.sh"]
-    assert "--optimizer-cpu-offload" in flags
-    assert re.search(r"--optimizer-offload-fraction 0\.[45]\d+", flags)
-    small = decided("twin_flow", gpu_memory="9GiB")
-    assert "keeps all gradients on the GPU" in refusal(BY_NAME["megatron"], small)
+    """The share of the optimizer, the first layers or saved tensors become flags."""
+    for overlap in ("", ",overlap"):
+        flags = files_of("megatron", decided(f"megatron_hybrid:percent=50{overlap}"))["train.sh"]
+        assert "--optimizer-cpu-offload" in flags
+        assert re.search(r"--optimizer-offload-fraction 0\.5\d+", flags)
+        assert ("--overlap-cpu-optimizer-d2h-h2d" in flags) == bool(overlap)
     one = decided("resident")
     blocks = [replace(each, saved=(SavedRoute("flash_attention", Route(HOST_MEMORY)),)) for each in one.blocks]
     fine = replace(one, plan=replace(one.plan, units=(one.plan.units[0], *blocks, one.plan.units[-1])))
@@ -203,7 +204,7 @@ def test_ranks_that_update_are_bound_and_have_threads() -> None:
 
 def test_flags_of_megatron_exist() -> None:
     """All flags that are written are options of the stated version."""
-    for policy in ("resident", "twin_flow:ratio=50,checkpointing=full"):
+    for policy in ("resident", "megatron_hybrid:percent=50,checkpointing=full,overlap"):
         words = shlex.split(files_of("megatron", decided(policy))["train.sh"], comments=True)
         written = {word for word in words if word.startswith("--")} - {"--nproc-per-node", "--numa-binding"}
         assert "--num-layers" in written

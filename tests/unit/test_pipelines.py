@@ -28,6 +28,7 @@ from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
+from autohete.simulate.simulation import is_gpu
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
@@ -603,7 +604,7 @@ def test_the_best_pipeline_trains_the_most_tokens() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_bounds_of_pipelines_hold(data: st.DataObject) -> None:
-    """No rank is faster and none fits in less than an average one is said to."""
+    """No pipeline is faster for each batch, and no rank fits in less, than is said at first."""
     drawn = replace(data.draw(strategies.profiles(max_micro_batches=4)))
     join = Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)
     ranks, apart = data.draw(st.integers(2, min(3, len(drawn.units)))), data.draw(st.integers(1, 2))
@@ -614,9 +615,9 @@ def test_bounds_of_pipelines_hold(data: st.DataObject) -> None:
     units = tuple(UnitPlan(rank=sum(unit >= end for end in ends)) for unit in range(len(profile.units)))
     plan = Plan("by hand", units, pass_order=data.draw(st.sampled_from(PassOrder)))
     bound, found = OptimisticJudge(profile, math.inf)(plan), simulate_plan(profile, plan)
-    assert bound.seconds <= found.iteration_seconds
+    assert bound.seconds <= found.comparable_seconds
     assert bound.verdict is Verdict.OK or found.verdict is not Verdict.OK
-    assert lower_bytes(profile, plan)[GPU_MEMORY] <= max(one.peak_bytes for one in found.memories)
+    assert lower_bytes(profile, plan)[GPU_MEMORY] <= max(one.peak_bytes for one in found.memories if is_gpu(one.memory))
 
 
 def test_more_stages_than_blocks_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
-from autohete.plan import Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import Activations, Format, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Verdict
 from autohete.planner.rows import Model
 from autohete.planner.unit_costs import Costs
@@ -22,8 +23,8 @@ from autohete.policies import parse_policy
 from autohete.policies.joint import every_choice
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import Kind, TaskId
-from autohete.simulate import simulate_plan, simulate_policy
-from autohete.workload import Precision, Workload
+from autohete.simulate import judge_for, simulate_plan, simulate_policy
+from autohete.workload import Precision, Units, Workload
 
 SMALL = Workload("small", 512, 4, 8, vocabulary_size=1000, sequence_length=256, batch_size=4, tied_embeddings=False)
 NODE = load_hardware("h100-pcie5")
@@ -134,10 +135,106 @@ def test_what_the_processor_does_not_reach_is_refused(unit: UnitPlan, precision:
         lower(profile_on(BOTH, replace(SMALL, precision=precision)), plan_of(unit))
 
 
-@pytest.mark.parametrize("policy", ["zero_infinity", "mlp_offload"])
+COMPUTING = replace(NODE, places=(replace(DRIVES, update_bandwidth=8e9), PEER))
+IN_DRIVES = UnitPlan(update=Update(Processor.PLACE), gradients=Route("drives", carried=Format(4)), states=Route("drives"))
+
+
+def test_an_update_in_a_place_crosses_no_link() -> None:
+    """Of 12 bytes of states and 4 of gradients per parameter only the gradients go there, and parameters come back."""
+    profile = profile_on(COMPUTING)
+    plan = Plan("by hand", (IN_DRIVES, *[replace(IN_DRIVES, parameters=Route("host"))] * SMALL.transformer_blocks, IN_DRIVES))
+    schedule = lower(profile, plan)
+    seconds = {lane.name: sum(task.duration_ns for task in schedule.tasks if task.lane == lane.name) for lane in schedule.lanes}
+    count, units = sum(unit.parameters for unit in profile.units), len(profile.units)
+    expected = {"drives_write": 4 * count / 2e9, "drives_read": 2 * count / 3e9, "drives_update": (2 * 12 + 4) * count / 8e9}
+    for lane, found in expected.items():
+        assert seconds[lane] * 1e-9 == pytest.approx(found + units * DRIVES.latency_seconds, rel=1e-6)
+    assert seconds["cpu"] == 0
+
+
+def test_a_place_that_does_not_compute_updates_nothing() -> None:
+    """The error names the figure that it lacks."""
+    with pytest.raises(InfeasibleError, match=r"drives, which does not compute on .*give the figure places.drives.update_band"):
+        lower(profile_on(BOTH), Plan("by hand", (IN_DRIVES,) * (SMALL.transformer_blocks + 2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradients": Route()}, "a place updates with states and gradients that rest in it"),
+        ({"parameters": Route("drives")}, "a place updates with states and gradients that rest in it"),
+        ({"states": Route("peer")}, "let the states rest in drives"),
+    ],
+)
+def test_a_place_updates_with_what_rests_in_it(given: dict[str, Any], message: str) -> None:
+    """States and gradients are there, and parameters are not."""
+    with pytest.raises(InputError, match=message):
+        replace(IN_DRIVES, **given)
+
+
+def test_smart_infinity_is_faster_the_faster_its_drives_update() -> None:
+    """It takes less time than ZeRO-Infinity on drives whose processors are as fast as their links, and less on faster ones."""
+    times = []
+    for rate in (8e9, 16e9):
+        profile = profile_on(replace(NODE, places=(replace(DRIVES, name="nvme", update_bandwidth=rate),)))
+        policies = "zero_infinity:checkpointing=none,offload_param", "smart_infinity:checkpointing=none"
+        before, after = (simulate_policy(profile, parse_policy(policy)).iteration_seconds for policy in policies)
+        assert after < before
+        times.append(after)
+    assert times[1] < times[0]
+
+
+def test_ratel_updates_during_backward() -> None:
+    """The first update on the CPU ends before the last backward begins, and parameters are read once in each direction."""
+    profile = profile_on(replace(NODE, places=(replace(DRIVES, name="nvme"),)))
+    found = simulate_policy(profile, parse_policy("ratel"))
+    spans = {(span.task, span.iteration): span for span in found.trace.spans()}
+    last = len(profile.units) - 1
+    at = found.steady.first
+    assert spans[TaskId(Kind.CPU_UPDATE, last), at].end_ns < spans[TaskId(Kind.BACKWARD, 0), at].start_ns
+    reads = [task.id.kind for task in found.schedule.tasks if task.lane == "nvme_read"]
+    assert {kind: reads.count(kind) for kind in set(reads)} == dict.fromkeys(
+        (Kind.READ_STATES, Kind.READ_FORWARD, Kind.READ_BACKWARD), last + 1
+    )
+
+
+def test_ratel_keeps_results_in_its_order_of_kinds() -> None:
+    """All blocks keep results of a kind before any keeps one of the next, until the copies fill a share of forward's time."""
+    workload = replace(SMALL, units=Units.SUBLAYER)
+    profile = profile_on(replace(NODE, places=(replace(DRIVES, name="nvme"),)), workload)
+    kinds = "mlp_2", "attention_2", "attention_1", "mlp_1"
+    inner = profile.units[1:-1]
+    order = [(kind, i) for kind in kinds for i, unit in enumerate(inner) for one in unit.results if one.name == kind]
+    assert len(order) == 4 * SMALL.transformer_blocks
+    counts = []
+    for share in (0, 100, 300, 1000, 10**6):
+        plan = parse_policy(f"ratel:swap_percent={share}").plan(profile, judge_for(profile))
+        kept = {(one.name, i) for i, unit in enumerate(plan.units[1:-1]) for one in unit.results}
+        assert kept == set(order[: len(kept)])
+        counts.append(len(kept))
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, len(order))
+
+
+def test_a_recomputation_leaves_out_the_products_whose_results_it_takes() -> None:
+    """It is shorter by their time, and the copies of the results are their size."""
+    profile = profile_on(BOTH)
+    results = SavedRoute("mlp_2", Route("host")), SavedRoute("attention_1")
+    plans = [plan_of(UnitPlan(Activations.RECOMPUTE, results=kept)) for kept in ((), results)]
+    before, after = ({task.id: task for task in lower(profile, plan).tasks} for plan in plans)
+    again, unit = TaskId(Kind.RECOMPUTE, 1), profile.units[1]
+    saved = unit.product_seconds(("mlp_2", "attention_1"))
+    assert before[again].duration_ns - after[again].duration_ns == pytest.approx(saved * 1e9, abs=1)
+    (size,) = (one.size_bytes for one in unit.results if one.name == "mlp_2")
+    assert after[TaskId(Kind.FETCH_ACTIVATIONS, 1, again=1)].duration_ns == round(profile.h2d_seconds(size) * 1e9)
+    with pytest.raises(InputError, match="the plan keeps the result 'none', which the profile does not name"):
+        lower(profile, plan_of(UnitPlan(Activations.RECOMPUTE, results=(SavedRoute("none"),))))
+
+
+@pytest.mark.parametrize("policy", ["zero_infinity", "mlp_offload", "ratel", "smart_infinity"])
 def test_a_policy_uses_the_place_that_it_is_given(policy: str) -> None:
     """States rest in the place of that name; the host, which is none, is refused."""
-    plan = simulate_policy(profile_on(BOTH), parse_policy(f"{policy}:place=drives")).plan
+    plan = simulate_policy(profile_on(COMPUTING), parse_policy(f"{policy}:place=drives")).plan
     assert {unit.states.home for unit in plan.units} <= {"drives", "gpu"}
     with pytest.raises(InputError, match=f"{policy}:place=host is no place besides the GPU and the host"):
         parse_policy(f"{policy}:place=host")

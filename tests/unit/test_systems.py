@@ -270,6 +270,20 @@ def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
     assert host == 16 * sum(block.parameters for block in profile.units)
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_stronghold_replicated_has_a_buffer_for_gradients(precision: Precision) -> None:
+    """Each of two processes holds as much as the only one, and gradients of what its CPU updates in pageable memory."""
+    workload, host, expected = replace(FP16, precision=precision), [], 0
+    for gpus, flag in ((1, ""), (2, ",replicated")):
+        profile = analytic_profile(workload, NODE.shared_by(gpus))
+        plan = parse_policy(f"stronghold:checkpointing=full,window=2,window_optimizer=gpu{flag}").plan(
+            profile, judge_for(profile)
+        )
+        host.append(sum(buffer.size_bytes for buffer in lower(profile, plan).resident if buffer.memory == "host"))
+        expected = profile.element_bytes * sum(unit.parameters for unit in profile.units[3:-1])
+    assert host[1] - host[0] == expected > 0
+
+
 def test_async_moves_of_patrickstar_hide_behind_a_pass() -> None:
     """With ``async_move`` a chunk moves beside the pass before its own, so the iteration is shorter, at the same work."""
     tight = replace(profile_of(), hardware=load_hardware("a100-40gb-epyc7713", {"gpu.memory": "14GiB"}))
@@ -581,11 +595,13 @@ def test_fsdp1_holds_inputs_beside_adapters(lora: Lora | None) -> None:
         "resident:checkpointing=full,zero_stage=3,reentrant",
         "resident:checkpointing=none,zero_stage=3,fsdp1,reentrant",
         "resident:zero_stage=3,fsdp1,reentrant",
+        "resident:zero_stage=1,no_sync",
+        "resident:zero_stage=3,deepspeed,no_sync",
     ],
 )
 def test_a_system_shards_its_own_way(policy: str) -> None:
-    """FSDP1 shards parameters, is not DeepSpeed, and is what reentrant checkpoints may be around."""
-    with pytest.raises(InputError, match=r"resident:(fsdp1|reentrant)"):
+    """FSDP1 shards parameters, is not DeepSpeed, and is what reentrant checkpoints may be around; only FSDP has no_sync."""
+    with pytest.raises(InputError, match=r"resident:(fsdp1|reentrant|no_sync)"):
         parse_policy(policy)
 
 
@@ -634,3 +650,24 @@ def test_transformer_engine_offloads_whole_blocks(layers: int) -> None:
     assert {unit.kept.ahead for unit in plan.units if unit.kept.leaves} == {2 * (3 - layers)}
     assert BlockingCopies(Kind.OFFLOAD_ACTIVATIONS, overlapped=2 * (3 - layers)) in plan.rules
     assert simulate_plan(profile, plan).verdict is Verdict.OK
+
+
+# --- FlashNeuron --------------------------------------------------------------------------------------------------
+
+
+def test_flashneuron_sends_tensors_in_the_order_of_forward() -> None:
+    """What leaves is a prefix of what forward saves, just enough for 0.6 of the free memory to hold the rest."""
+    profile = profile_with(496, 1, selective=True)  # 240 of it are free without the 200 bytes that forward saves
+    plan = parse_policy("flashneuron").plan(profile, judge_for(profile))
+    first, second = plan.units[1:3]
+    assert (first.kept.home, first.saved) == ("nvme", ())
+    assert (second.kept.home, [one.name for one in second.saved]) == ("nvme", ["norm"])  # 40 + 4 + 16 exceed 56
+    assert not plan.units[3].activations_leave
+
+
+def test_flashneuron_has_a_place_besides_the_gpu() -> None:
+    """Tensors may rest on the host or in a place of the hardware, but not where they come from."""
+    profile = profile_with(400, 1)
+    assert parse_policy("flashneuron:place=host").plan(profile, judge_for(profile)).units[1].kept.home == "host"
+    with pytest.raises(InputError, match="flashneuron:place=gpu is where tensors come from"):
+        parse_policy("flashneuron:place=gpu")
