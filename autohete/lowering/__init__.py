@@ -9,7 +9,7 @@ add order (``autohete/plan/rules.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from autohete.analysis.occupancy import unavoidable_bytes
