@@ -284,7 +284,7 @@ def _system(policy: str) -> str:
 def digest() -> str:
     """Return a digest of all inputs of the intervals except code: hardware figures, published rows, models, policies."""
     sources = rows_of_one_gpu()
-    nodes = sorted({NODE, *(row.hardware or source.hardware for source in sources for row in source.rows)})
+    nodes = sorted({NODE, *(source.node_of(row) for source in sources for row in source.rows)})
     hardware = [f"{_stated(_hardware_of_one_gpu(node))} {_stated(figures_of(node))}" for node in nodes]
     rows = [source.model_dump_json(exclude_defaults=True) for source in sources]
     given = [*hardware, *rows, *map(_stated, MODELS.values()), *POLICIES]

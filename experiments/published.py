@@ -128,6 +128,11 @@ class Source(_Table):
     workload: dict[str, Any]
     rows: tuple[Row, ...] = Field(alias="row")
 
+    def node_of(self, row: Row) -> str:
+        """Return the preset or the path of the file of a row's hardware."""
+        name = row.hardware or self.hardware
+        return str(FOLDER / name) if name.endswith(".toml") else name
+
     def group_of(self, row: Row) -> str:
         """Return the group of ``row``, one of :data:`GROUPS`."""
         return KEPT_BACK if self.group == KNOWN and row.predicted else self.group
@@ -135,9 +140,7 @@ class Source(_Table):
     def simulate(self, row: Row, moved: Mapping[str, str] | None = None) -> Simulation:
         """Simulate ``row``, with some hardware figures changed."""
         budget = {"gpu.memory": row.gpu_budget, "gpu.reserved_memory": "1B"} if row.gpu_budget else {}
-        name = row.hardware or self.hardware
-        where = str(FOLDER / name) if name.endswith(".toml") else name
-        hardware = load_hardware(where, {**self.set, **row.set, **budget, **(moved or {})})
+        hardware = load_hardware(self.node_of(row), {**self.set, **row.set, **budget, **(moved or {})})
         workload = _workload(row.name, self.workload | row.changes)
         return simulate(workload, hardware.shared_by(*parse_parallel(row.parallel, row.gpus)), parse_policy(row.policy))
 

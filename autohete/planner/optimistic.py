@@ -16,6 +16,7 @@ from autohete.lowering.copies import lane_between
 from autohete.lowering.footprint import pinned_memory, resident_buffers
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.shards import Shards
+from autohete.lowering.stages import of_one_rank
 from autohete.plan import Plan
 from autohete.plan.moves import When
 from autohete.plan.policy import Judgement, Verdict
@@ -33,8 +34,8 @@ def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
     """What each memory holds at the loss, whatever the timing: what rests there, and on the GPU what forward keeps. Of the GPUs
     of a pipeline, the one that holds most.
     """
-    plan = without_frozen(profile, plan)
-    found: Counter[str] = Counter()
+    profile, plan = of_one_rank(profile, plan), without_frozen(profile, plan)
+    found = Counter(dict.fromkeys((home for unit in plan.units for home in unit.homes), 0))
     of_ranks: Counter[int] = Counter()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
         if plan.is_pipeline and buffer.memory == GPU_MEMORY and buffer.id.unit is not None:
@@ -93,7 +94,7 @@ class OptimisticJudge:
 
     def _judged(self, plan: Plan) -> Judgement:
         used = lower_bytes(self._profile, plan)
-        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, 0)]
+        short = [memory for memory, size in used.items() if size > self._capacities.get(memory, -1)]
         if short:
             return Judgement(Verdict.short_of(GPU_MEMORY if GPU_MEMORY in short else short[0]), 0.0, used, exact=False)
         seconds = self.seconds(plan)
@@ -104,15 +105,15 @@ class OptimisticJudge:
     def seconds(self, plan: Plan) -> float:
         """The time of the busiest engine; or of the passes and the updates that follow them, if nothing else runs meanwhile."""
         profile = self._profile
-        if plan.is_pipeline:  # whose GPUs share the passes, and exchange less
-            return self.least_seconds
+        again = sum(recompute_seconds(profile, i, unit) for i, unit in enumerate(plan.units))
+        passes = self._passes + again * profile.workload.micro_batches
+        if plan.is_pipeline:  # whose GPUs share the passes
+            return passes - self._rounding
         key = plan.update_bytes, plan.elementwise_bytes, plan.scales_gradients, plan.flat_buffers
         plan = without_frozen(profile, plan)
         if key not in self._costs:
             self._costs[key] = Costs(profile, replace(plan, rules=(), slots=None, delayed=False))
         costs = [self._costs[key].of(i, unit) for i, unit in enumerate(plan.units)]
-        again = sum(recompute_seconds(profile, i, unit) for i, unit in enumerate(plan.units))
-        passes = self._passes + again * profile.workload.micro_batches
         updates = sum(one.cpu_update for one in costs)
         lanes = [H2D, D2H]
         for place in profile.hardware.places:

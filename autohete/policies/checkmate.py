@@ -14,7 +14,8 @@ Differences:
   that has served one recomputation, and compute it again.
 - The optimizer runs after backward, and gradients wait for it, as elsewhere in this package.
 
-So it finds the plan of ``rotor``, which takes a small part of the time: the two prove each other.
+So it finds the plan of ``rotor``, which takes a small part of the time: the two prove each other. HiGHS (SciPy 1.17, one core
+of a shared machine) solved chains of up to 14 like units in 0.5 s, of 26 in 2 to 8 s, and of 34 in 3 s to more than 30.
 """
 
 from __future__ import annotations

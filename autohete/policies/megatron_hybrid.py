@@ -105,15 +105,17 @@ class MegatronHybrid:
 
 
 def _on_cpu(profile: Profile, percent: int) -> Iterator[int]:
-    """For each unit, the elements that are the CPU's: those of whole tensors, until so many percent are reached."""
+    """For each unit, the elements that are the CPU's: those of whole tensors, until so many percent are reached. Of a unit that
+    is updated as a whole, these are all or none.
+    """
     threshold = sum(unit.trained_parameters for unit in profile.units) * percent / 100
     before = 0
-    for tensors in host_arrays.tensors_by_unit(profile):
+    for i, tensors in enumerate(host_arrays.tensors_by_unit(profile)):
         mine = 0
         for tensor in tensors:
             mine += tensor if before < threshold else 0
             before += tensor
-        yield mine
+        yield mine if not mine or profile.updates_any_share(i) else sum(tensors)
 
 
 SYSTEM = MegatronHybrid

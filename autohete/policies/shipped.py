@@ -18,13 +18,18 @@ from autohete.policies.capuchin import Capuchin
 from autohete.policies.dtr import Dtr
 from autohete.policies.flashneuron import FlashNeuron
 from autohete.policies.offload_activations import OffloadActivations
+from autohete.policies.pipeline import Pipeline
+from autohete.policies.pipeline_offload import PipelineOffload
 from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
+from autohete.policies.superneurons import SuperNeurons
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron)
+_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron, SuperNeurons)
+#: Systems whose GPUs have memories of their own, each with other needs.
+_PIPELINES = (Pipeline, PipelineOffload)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -79,7 +84,7 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
     for system in _systems(but):
-        for variant in () if system is AutoHete else policies.variants(system, profile):
+        for variant in () if system in (AutoHete, *_PIPELINES) else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
             if answer is None:
                 continue

@@ -1,7 +1,8 @@
 """ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840) as DeepSpeed's ZeRO stage 2 runs it, by version.
 
 16-bit parameters stay on the GPU, the optimizer is on the CPU, and the next forward waits for the whole step. Based on
-``deepspeed/runtime/zero/stage_1_and_2.py`` (``stage2.py`` up to 0.5) and ``csrc/adam/cpu_adam.cpp``:
+DeepSpeed at 02aa38c3 and its releases, ``deepspeed/runtime/zero/stage_1_and_2.py`` (``stage2.py`` up to 0.5) and
+``csrc/adam/cpu_adam.cpp``:
 
 - Gradients are cast to fp32 on the GPU and copied tensor by tensor: 4 bytes. ``overlap_comm`` does not overlap these copies
   with backward, in any version: the overflow check reads a GPU flag for each parameter (v0.8.3 line 1070, v0.16.9 line 1184),

@@ -73,7 +73,7 @@ LOOKS: dict[Kind, Look] = {
     Kind.SEND_INPUT_GRADIENT: Look(YELLOW, "xxxxxx"),
     Kind.SUM_TIED_GRADIENTS: Look(YELLOW, "......"),
     Kind.SUM_NORMS: Look(YELLOW, "++++++"),
-    Kind.PLACE_UPDATE: Look(GREY),
+    Kind.PLACE_UPDATE: Look(GREY, "\\\\\\\\\\\\"),
     Kind.READ_UPDATED: Look(ORANGE, "xxxxxx"),
     Kind.GRADIENT_NORM: Look(BLUE, "xxxxxx"),
     Kind.CLIP: Look(BLUE, "++++++"),

@@ -38,6 +38,7 @@ def page(name: str) -> str:
         f"# `{name}`",
         _linked(_markdown(inspect.getdoc(inspect.getmodule(POLICIES[name])) or "")),
         f"This is `{FOLDER}/{name}.py`; [all systems](/{INDEX}.md).",
+        *_survey(name),
         *_example(name),
         *_flags(name),
         *_rows(name),
@@ -50,10 +51,30 @@ def _markdown(docstring: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Papers, and repositories at their commit, as links."""
+    """Papers, and repositories at their commit or release, as links."""
     text = re.sub(r"\barXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    at = re.compile(r"\bgithub ([\w.-]+/[\w.-]+)(,[^;:]{1,60}?|) at\s([0-9a-f]{7,40})\b")
-    return at.sub(r"[github \1](https://github.com/\1/tree/\3)\2 at \3", text)
+    text = re.sub(r"\bhal-(\d{8})", r"[hal-\1](https://hal.science/hal-\1)", text)
+    at = re.compile(r"\bgithub ([\w.-]+/[\w.-]+)(,[^;:]{1,60}?|)\sat\s([0-9a-f]{7,40})\b")
+    text = at.sub(r"[github \1](https://github.com/\1/tree/\3)\2 at \3", text)
+    for words, repository in _KNOWN.items():
+        at = re.compile(rf"(?<![\w/]){words}( \d[\d.]*\d|)\sat\s([0-9a-f]{{7,40}})\b")
+        text = at.sub(rf"[{words}\1](https://github.com/{repository}/tree/\2) at \2", text)
+    return re.sub(r"\btorch (\d+\.\d+\.\d+)\b", r"[torch \1](https://github.com/pytorch/pytorch/tree/v\1)", text)
+
+
+#: Repositories as docstrings call them.
+_KNOWN = {
+    "ColossalAI": "hpcaitech/ColossalAI",
+    "DeepSpeed": "deepspeedai/DeepSpeed",
+    "pytorch/torchtitan": "pytorch/torchtitan",
+}
+
+
+def _survey(name: str) -> Iterator[str]:
+    """The system's row in the table of all systems."""
+    modelled = (ROOT / f"{INDEX}.md").read_text().partition("\n## Not modelled")[0]
+    for row in re.findall(rf"^\| \[`{name}`\]\(.*?\) \| (.*) \|$", modelled, re.MULTILINE):
+        yield _table(["Published", "What moves", "What decides"], [_linked(row).split(" | ")])
 
 
 def _example(name: str) -> Iterator[str]:

@@ -119,13 +119,35 @@ def test_every_system_is_in_the_survey_with_its_file() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_page_of_a_system_has_its_parts(name: str) -> None:
-    """It begins with the docstring of its file, and has a timeline if it is pinned, every flag with a meaning, and its rows."""
+    """It begins with the docstring of its file and its row of the survey, and has a timeline, every flag with a meaning, and
+    its published rows.
+    """
     systems = pytest.importorskip("docs.building.systems", reason="the extra docs is not installed")
     page = systems.page(name)
     assert page.startswith(f"# `{name}`\n\n")
+    (row,) = re.findall(r"^\| Published \| What moves \| What decides \|\n.*\n\| (.*) \|$", page, re.MULTILINE)
+    assert all(row.split(" | "))
     assert page.count("data:image/png") == 1
     table = page.partition("## Flags")[2].partition("## Published rows")[0]
     flags = re.findall(r"^\| `(\w+)` \| `\S+` \| (.*) \|$", table, re.MULTILINE)
     assert [flag for flag, _ in flags] == list(POLICIES[name].__dataclass_fields__)
     assert all(meaning for _, meaning in flags)
     assert page.partition("## Published rows")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("arXiv 2503.01890", "https://arxiv.org/abs/2503.01890"),
+        ("hal-02352969", "https://hal.science/hal-02352969"),
+        ("github DataStates/DeepSpeed, its engine, at\nd18d6f81", "https://github.com/DataStates/DeepSpeed/tree/d18d6f81"),
+        ("Based on\nDeepSpeed 0.19.6\nat edaa7221.", "https://github.com/deepspeedai/DeepSpeed/tree/edaa7221"),
+        ("torch 2.13.0:", "https://github.com/pytorch/pytorch/tree/v2.13.0"),
+        ("as in\npytorch/torchtitan at 018740b7", "https://github.com/pytorch/torchtitan/tree/018740b7"),
+        ("DeepSpeed 0.19.6, stage 3", ""),
+    ],
+)
+def test_sources_of_a_system_are_links(text: str, link: str) -> None:
+    """Papers by number, and repositories at a commit or release, lead there."""
+    systems = pytest.importorskip("docs.building.systems", reason="the extra docs is not installed")
+    assert re.findall(r"\]\((.*?)\)", systems._linked(text)) == ([link] if link else [])

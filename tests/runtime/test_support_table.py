@@ -32,11 +32,17 @@ BEGIN, END = "<!-- written by tests/runtime/test_support_table.py -->\n", "<!-- 
 #: Those that search are given less memory than resident training needs, so that they move something.
 BUDGETS = {
     **dict.fromkeys(("autohete", "joint"), "85%"),
-    **dict.fromkeys(("block_swap", "megatron_hybrid"), "90%"),
-    **dict.fromkeys(("capuchin", "checkmate", "dtr", "flashneuron", "pofo", "rotor", "te_offload"), "95%"),
+    "block_swap": "90%",
+    **dict.fromkeys(("capuchin", "checkmate", "dtr", "flashneuron", "pofo", "rotor", "superneurons", "te_offload"), "95%"),
 }
 #: With flags that move other values.
-FLAGS = ("l2l:paper", "resident:in_backward", "streamed_states:weights", "zero_infinity:offload_param")
+FLAGS = (
+    "l2l:paper",
+    "megatron_hybrid:percent=50,overlap",
+    "resident:in_backward",
+    "streamed_states:weights",
+    "zero_infinity:offload_param",
+)
 ROWS = sorted((*POLICIES, *FLAGS))
 EXACT, RANKS = "exact", "2 ranks"
 UPDATES = os.environ.get("AUTOHETE_UPDATE_GOLDEN") == "1"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.decided import BY_NAME, MODEL, TINY, decided, files_of, schema
 
-from autohete.errors import InputError
+from autohete.errors import InfeasibleError, InputError
 from autohete.frameworks import FRAMEWORKS, named_frameworks, refusal, runs_in
 from autohete.frameworks.changes import key_changes
 from autohete.frameworks.deepspeed import CONFIG
@@ -113,7 +113,7 @@ def test_all_policies_have_an_answer() -> None:
     for name in set(POLICIES) - {"joint"}:
         try:
             one = decided(name, TINY)
-        except InputError:
+        except (InfeasibleError, InputError):  # its drive does not compute
             continue
         assert one.hardware == hardware
         assert all(isinstance(refusal(each, one), str) for each in FRAMEWORKS)

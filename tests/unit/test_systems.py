@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -18,9 +19,11 @@ from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
+from autohete.lowering.budget import with_memory
 from autohete.plan import Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
+from autohete.planner.optimistic import OptimisticJudge
 from autohete.policies import POLICIES, parse_policy, search_space
 from autohete.policies.host_arrays import SUB_GROUP, sub_groups, tensors
 from autohete.policies.too_large import surely_exceeds_gpu
@@ -32,7 +35,7 @@ from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
-from autohete.workload import Kernels, Precision, Units, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
@@ -671,3 +674,47 @@ def test_flashneuron_has_a_place_besides_the_gpu() -> None:
     assert parse_policy("flashneuron:place=host").plan(profile, judge_for(profile)).units[1].kept.home == "host"
     with pytest.raises(InputError, match="flashneuron:place=gpu is where tensors come from"):
         parse_policy("flashneuron:place=gpu")
+
+
+def test_joint_plans_where_a_system_lacks_its_place() -> None:
+    """Saved tensors that would rest in a place that the hardware does not have fit nowhere; joint goes on with the others."""
+    profile = profile_with(400, 1)
+    profile = replace(profile, hardware=replace(profile.hardware, places=()))
+    plan = parse_policy("flashneuron").plan(profile, OptimisticJudge(profile, math.inf))
+    assert OptimisticJudge(profile, math.inf)(plan).verdict == "nvme-out-of-memory"
+    assert judge_for(profile)(parse_policy("joint").plan(profile, judge_for(profile))).verdict is Verdict.OK
+
+
+# --- SuperNeurons -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu_bytes", "leaving"), [(356, 0), (355, 1), (348, 1)])
+def test_superneurons_sends_the_oldest_kept_outputs_that_do_not_fit(gpu_bytes: int, leaving: int) -> None:
+    """Cheap tensors are always made again; of what is kept the first blocks' goes to the host, no more than has to."""
+    profile = profile_with(gpu_bytes, 1, selective=True)
+    plan = parse_policy("superneurons").plan(profile, judge_for(profile))
+    assert [unit.activations_leave for unit in plan.units[1:-1]] == [True] * leaving + [False] * (3 - leaving)
+    assert all([(one.name, one.recomputed) for one in unit.saved] == [("norm", True)] for unit in plan.units[1:-1])
+    everything = parse_policy("superneurons:cache=off").plan(profile, judge_for(profile))
+    assert all(unit.activations_leave for unit in everything.units[1:-1])
+
+
+# --- POFO ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pofo_takes_less_than_a_fifth_more_time_with_a_quarter_of_the_activations() -> None:
+    """As in the abstract, which names no machine; and in between what nothing and everything recomputed take."""
+    workload = Workload("deep", 1024, 48, 16, 1000, 512, 64, precision=Precision.FP16)
+    profile = analytic_profile(workload, load_hardware("v100-32gb-12vcpu"))
+    plenty = with_memory(profile, GPU_MEMORY, 10**13)
+    resident, judge = parse_policy("resident:checkpointing=none"), judge_for(plenty)
+    whole = judge(resident.plan(plenty, judge))
+    there = sum(profile.state_bytes(unit) + profile.parameter_bytes(unit) for unit in range(len(profile.units)))
+    usable = there + (whole.gpu_peak_bytes - there) // 4
+    tight = with_memory(profile, GPU_MEMORY, usable + profile.hardware.gpu.reserved_bytes)
+    judge = judge_for(tight)
+    pofo, rotor = (judge(parse_policy(name).plan(tight, judge)) for name in ("pofo", "rotor"))
+    assert pofo.verdict is rotor.verdict is Verdict.OK
+    assert round(pofo.seconds / whole.seconds, 3) == 1.19
+    assert round(rotor.seconds / whole.seconds, 3) == 1.228
