@@ -76,14 +76,13 @@ class Judged:
         return runs_in(Decided(self.profile, policy.system, found.plan, found.iteration_seconds, found.gpu.peak_bytes))
 
     def _hopeful(self, policies: Sequence[NamedPolicy]) -> list[tuple[float, NamedPolicy]]:
-        """What may fit, with a lower bound of its time for a batch, the lowest first."""
+        """What may fit, with a lower bound of its time, the lowest first."""
         optimist, found = OptimisticJudge(self.profile, math.inf), []
         for policy in policies:
             with suppress(AutoHeteError):
-                plan = policy.plan(self.profile, optimist)
-                judged = optimist(plan)
+                judged = optimist(policy.plan(self.profile, optimist))
                 if judged.verdict is Verdict.OK:
-                    found.append((judged.seconds / plan.batches(self.profile.hardware.gpus), policy))
+                    found.append((judged.seconds, policy))
         return sorted(found, key=lambda one: one[0])
 
 

@@ -111,7 +111,7 @@ def scaled_bytes(profile: Profile, plan: Plan, unit: int, updated_on: Processor)
 
 def _gradient_bytes(profile: Profile, plan: Plan, unit: int, side: Processor) -> int:
     """Size of the gradients: on the GPU as computed; on the host as they arrive, without accompanying data."""
-    count, element = profile.units[unit].trained_parameters, profile.element_bytes
+    count, element = profile.units[unit].trained_parameters, 4 if plan.sums_in_fp32 else profile.element_bytes
     return (
         min(plan.units[unit].gradients.carried.bytes_of(count, element), 4 * count)
         if side is Processor.CPU

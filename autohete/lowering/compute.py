@@ -64,7 +64,7 @@ class Compute:
         #: The units at which the backward of a stage ends, and the one at which that of the head's stage does.
         self._ends = {max(stage[0], self._first_trained) for stage in rank.stages}
         self._last_backward = next((max(stage[0], self._first_trained) for stage in rank.stages if self._last in stage), None)
-        self._in_place = plan.sums_in_place
+        self._in_place = plan.sums_in_place or plan.sums_in_fp32
         #: Units whose inputs, and gradients of these, stay until the last backward.
         self._holding = frozenset(
             unit
@@ -262,7 +262,7 @@ class Compute:
         added_here = not plan.accumulates_on_host and not self._shards.reduces_each(unit)
         if begins:
             count, at_a_time = self._profile.gradient_elements(unit), self._profile.added_elements(unit)
-            size = 0 if self._plan.in_slot(unit) else count * self._profile.element_bytes
+            size = 0 if self._plan.in_slot(unit) or self._plan.sums_in_fp32 else count * self._profile.element_bytes
             if task.micro_batch and added_here:
                 whole = not complete or self._plan.flat_buffers.adds_whole
                 at_once = size if whole else at_a_time * self._profile.element_bytes

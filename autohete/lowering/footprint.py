@@ -70,6 +70,8 @@ def resident_buffers(profile: Profile, plan: Plan, shards: Shards) -> Iterator[B
     for i, unit in enumerate(plan.units):
         for value, memory, size in rests(unit, shards.sizes(i), held, pinned):
             yield Buffer(BufferId(value, memory, i), size)
+        if plan.sums_in_fp32 and not shards.is_frozen(i):
+            yield Buffer(BufferId(Value.POLICY_BUFFERS, GPU_MEMORY, i), 4 * profile.units[i].trained_parameters)
         if unit.update.on is Processor.CPU:
             arrays += pinned_arrays(profile, held, shards.updated_on(i, Processor.CPU))
     slots = slot_bytes(profile, plan, shards) * (plan.slots.count if plan.slots else 0)

@@ -107,6 +107,11 @@ class Shards:
         """Size of the frozen parameters that each GPU holds between uses."""
         return self._frozen_bytes[unit]
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per element of a gradient on the GPU."""
+        return 4 if self._plan.sums_in_fp32 else self._profile.element_bytes
+
     def kept_bytes(self, unit: int) -> int:
         """Size of all parameters that each GPU holds between uses, where the GPU computes with them."""
         return self._kept[unit] * self._profile.element_bytes + self._frozen_bytes[unit]

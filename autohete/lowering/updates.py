@@ -92,7 +92,7 @@ class Updates:
 
     def _sum_copies(self, unit: int) -> None:
         """Sum the gradients of the matrix that embedding and head have on two ranks."""
-        b, size = self._builder, self._copied * self._profile.element_bytes
+        b, size = self._builder, self._copied * self._shards.gradient_bytes
         task = b.add(TaskId(Kind.SUM_TIED_GRADIENTS, 0), SEND, durations.all_reduce(size, self._outer))
         if self._plan.gradients_in_parameters(unit):
             b.read(task, Value.PARAMETERS, unit)
@@ -136,7 +136,7 @@ class Updates:
         b, stage = self._builder, self._shards.stage(unit)
         if self._shards.gpus == 1:
             return
-        element = self._profile.element_bytes
+        element = self._shards.gradient_bytes
         size = self._profile.gradient_elements(unit) * element
         self._put_together(unit, micro_batch)
         rounds = 2 if not stage or self._plan.flat_buffers.reduces_all else 1

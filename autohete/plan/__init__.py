@@ -210,6 +210,7 @@ class Plan(Hashed):
             GPU no gradient exists besides its sum. Otherwise a gradient is made, and added.
         sums_whole: each GPU sums whole gradients of micro-batches where it would keep a part of them (stages 2 and 3). Only the
             sums are reduced. Otherwise the gradients of each micro-batch are.
+        sums_in_fp32: ranks of a pipeline add up and reduce gradients in fp32, in memory that they always hold.
         holds_inputs: the input of a recomputed unit with frozen parameters, and the gradient of that input, stay until the
             backward of the micro-batch ends. Otherwise each is freed by the pass that needs it last.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
@@ -231,6 +232,7 @@ class Plan(Hashed):
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     sums_in_place: bool = False
     sums_whole: bool = False
+    sums_in_fp32: bool = False
     holds_inputs: bool = False
     delayed: bool = False
     memory_waits: bool = False
@@ -254,6 +256,12 @@ class Plan(Hashed):
         if self.delayed and any(unit.gradients.far for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
         self._check_ranks()
+        if self.sums_in_fp32 and not (
+            self.is_pipeline and all(unit.update.on is Processor.GPU and unit.gradients == Route() for unit in self.units)
+        ):
+            raise InputError(
+                "sums_in_fp32 is for pipelines whose gradients stay on the GPU, which updates: plan so, or leave it out"
+            )
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
 

@@ -59,6 +59,8 @@ class Pipeline:
         chunks: stages of each GPU.
         ranks: GPUs of one pipeline. None: those of ``Parallelism.pipeline``, or all.
         zero_stage: 1 shards the optimizer states over pipelines side by side.
+        fp32_sums: gradients are summed and reduced in fp32, in memory that is always held (Megatron's
+            ``--accumulate-allreduce-grads-in-fp32``, which ``--bf16`` implies).
         overlap_grad_reduce: these reduce gradients during the last backward.
         checkpointing: full, selective, none, or the better of full and none.
     """
@@ -68,6 +70,7 @@ class Pipeline:
     chunks: int = 1
     ranks: int | None = None
     zero_stage: int = 0
+    fp32_sums: bool = False
     overlap_grad_reduce: bool = False
     checkpointing: Checkpointing = Checkpointing.BEST
 
@@ -113,7 +116,8 @@ class Pipeline:
         staged = in_stages(units, self.cut, profile, ranks, self.chunks)
         if ranks < gpus:
             staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
-        return Plan("pipeline", staged, rules, pass_order=self.order)
+        fp32_sums = self.fp32_sums and ranks > 1
+        return Plan("pipeline", staged, rules, pass_order=self.order, sums_in_fp32=fp32_sums)
 
 
 def _given_ranks(profile: Profile) -> int | None:

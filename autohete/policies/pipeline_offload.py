@@ -49,7 +49,7 @@ class PipelineOffload:
 
     Args:
         percent: the fraction. None: the smallest multiple of 10 with which the model fits.
-        chunks, ranks, zero_stage: see :class:`autohete.policies.pipeline.Pipeline`.
+        chunks, ranks, zero_stage, fp32_sums: see :class:`autohete.policies.pipeline.Pipeline`.
         checkpointing: full, selective, none, or the better of full and none. With full, nothing is offloaded.
     """
 
@@ -57,6 +57,7 @@ class PipelineOffload:
     chunks: int = 1
     ranks: int | None = None
     zero_stage: int = 0
+    fp32_sums: bool = False
     checkpointing: Checkpointing = Checkpointing.BEST
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class PipelineOffload:
         yield cls()
         for one in Pipeline.variants(profile):
             if one != Pipeline() and one.cut is Pipeline().cut and (one.ranks or profile.hardware.gpus) >= _RANKS:
-                yield cls(None, one.chunks, one.ranks, one.zero_stage, one.checkpointing)
+                yield cls(None, one.chunks, one.ranks, one.zero_stage, checkpointing=one.checkpointing)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
@@ -93,7 +94,7 @@ class PipelineOffload:
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
     def _pipeline(self) -> Pipeline:
-        return Pipeline(chunks=self.chunks, ranks=self.ranks, zero_stage=self.zero_stage)
+        return Pipeline(chunks=self.chunks, ranks=self.ranks, zero_stage=self.zero_stage, fp32_sums=self.fp32_sums)
 
 
 def _offloading(plan: Plan, profile: Profile, percent: int) -> Plan:

@@ -1,6 +1,4 @@
-"""The plans of the shipped systems, with every combination of flags that their users can choose: of those whose GPUs train a
-batch each. Ranks of a pipeline share one, so their iterations are of other work.
-"""
+"""The plans of the shipped systems, with every combination of flags that their users can choose."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from autohete.profile import LossProfile, Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
+from autohete.simulate.simulation import is_gpu
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
@@ -321,6 +322,26 @@ def test_a_tied_matrix_is_on_both_ranks() -> None:
     assert not any(task.id.kind is Kind.SUM_TIED_GRADIENTS for task in alone.tasks)
 
 
+def test_sums_in_fp32_are_held_and_reduced() -> None:
+    """Each rank holds four bytes for each parameter and no other gradient; reductions and norms are of as many bytes."""
+    workload = Workload("small", 256, 8, 4, 1000, sequence_length=64, batch_size=2, micro_batches=4, clip_norm=1.0)
+    profile = analytic_profile(workload, NODE.shared_by(4))
+    found = []
+    for flag in ("", ",fp32_sums"):
+        plan = parse_policy(f"pipeline:ranks=2,checkpointing=none{flag}").plan(profile, judge_for(profile))
+        found.append((plan, validate(lower(profile, plan))))
+    (_, bf16), (plan, fp32) = found
+    held = {b.id.unit: b.size_bytes for b in fp32.resident if b.id.value is Value.POLICY_BUFFERS}
+    assert {unit: held[unit] for unit in range(1, 9)} == {unit: 4 * profile.units[unit].parameters for unit in range(1, 9)}
+    made = [b for task in fp32.tasks for b in task.allocates if b.id.value is Value.GRADIENTS]
+    assert not any(b.size_bytes for b in made)
+    for kind in (Kind.REDUCE_GRADIENTS, Kind.GRADIENT_NORM):
+        before, after = (sum(t.duration_ns for t in one.tasks if t.id.kind is kind) for one in (bf16, fp32))
+        assert before < after <= 2 * before + len(fp32.tasks)
+    with pytest.raises(InputError, match="sums_in_fp32 is for pipelines"):
+        replace(plan, units=tuple(replace(unit, rank=None) for unit in plan.units))
+
+
 def test_all_ranks_clip_by_the_same_norm() -> None:
     """No rank scales a gradient before the norms of all are summed up."""
     schedule = validate(lower(profile_with(PLENTY, 2, gpus=2, clip_norm=1.0), plan_of(*[UnitPlan()] * 5)))
@@ -603,7 +624,7 @@ def test_the_best_pipeline_trains_the_most_tokens() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_bounds_of_pipelines_hold(data: st.DataObject) -> None:
-    """No rank is faster and none fits in less than an average one is said to."""
+    """No pipeline is faster for each batch, and no rank fits in less, than is said at first."""
     drawn = replace(data.draw(strategies.profiles(max_micro_batches=4)))
     join = Interconnect(8, 1e11, 1e-6, 1e9, 1e-5)
     ranks, apart = data.draw(st.integers(2, min(3, len(drawn.units)))), data.draw(st.integers(1, 2))
@@ -614,9 +635,9 @@ def test_bounds_of_pipelines_hold(data: st.DataObject) -> None:
     units = tuple(UnitPlan(rank=sum(unit >= end for end in ends)) for unit in range(len(profile.units)))
     plan = Plan("by hand", units, pass_order=data.draw(st.sampled_from(PassOrder)))
     bound, found = OptimisticJudge(profile, math.inf)(plan), simulate_plan(profile, plan)
-    assert bound.seconds <= found.iteration_seconds
+    assert bound.seconds <= found.comparable_seconds
     assert bound.verdict is Verdict.OK or found.verdict is not Verdict.OK
-    assert lower_bytes(profile, plan)[GPU_MEMORY] <= max(one.peak_bytes for one in found.memories)
+    assert lower_bytes(profile, plan)[GPU_MEMORY] <= max(one.peak_bytes for one in found.memories if is_gpu(one.memory))
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
