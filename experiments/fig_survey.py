@@ -148,7 +148,7 @@ def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
         axes.set_xlabel("GPU memory (GiB)")
         axes.set_ylabel("time per token (ms)")
         axes.set_title("thick: Pareto front of all but joint; lines begin with the smallest GPU", fontsize=8)
-        without = f"\nno GPU is large enough: {', '.join(look(name).label for name in missing)}" if missing else ""
+        without = f"\nno plan on any GPU: {', '.join(look(name).label for name in missing)}" if missing else ""
         figure.suptitle(title + without, fontsize=8)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # names are put where they are free now
