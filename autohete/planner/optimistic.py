@@ -85,6 +85,7 @@ class OptimisticJudge:
     def _judged(self, plan: Plan) -> Judgement:
         used = lower_bytes(self._profile, plan)
         short = [memory for memory, size in used.items() if size > self._capacities.get(memory, 0)]
+        short += sorted(set().union(*(unit.homes for unit in plan.units)) - self._capacities.keys())  # not there
         if short:
             return Judgement(Verdict.short_of(GPU_MEMORY if GPU_MEMORY in short else short[0]), 0.0, used, exact=False)
         seconds = self.seconds(plan)
