@@ -438,6 +438,8 @@ def test_a_curve_never_rises_and_the_front_is_below_all() -> None:
     assert fig_survey.front(drawn) == [(4.0, 5.0), (8.0, 3.0), (16.0, 1.0)]
     cells = fig_survey.grid("qwen3-0.6b", {"l2l": 4.0, "joint": None}, [2, 8, 16], OTHER)
     assert [gib for _, gib in cells] == [4.0, 8, 16]
+    both = fig_survey.grid("qwen3-0.6b", {"l2l": 4.0, "joint": 2.0}, [8], OTHER)
+    assert [gib for name, gib in both if name == "joint"] == [2.0, 4.0, 8]  # also where the other line begins
     times = dict(zip(cells.values(), (0.002, 0.003, 0.001), strict=True))
     answers: Any = {cell: SimpleNamespace(fits=True, seconds_per_token=seconds) for cell, seconds in times.items()}
     assert fig_survey.curves(cells, answers) == {"l2l": [(4.0, 2.0), (8, 2.0), (16, 1.0)]}
