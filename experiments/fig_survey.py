@@ -72,12 +72,15 @@ def smallest(model: str, systems: Sequence[str], where: Where, jobs: int | None)
 
 
 def grid(model: str, least: Mapping[str, float | None], sizes: Sequence[int], where: Where) -> Cells:
-    """Every system with the smallest GPU that it trains on, and with all that are larger."""
+    """Every system with the smallest GPU that it trains on and with all that are larger; ``joint`` also with those with which
+    another line begins, so that it can be compared everywhere.
+    """
+    begins = sorted({*sizes, *(first for first in least.values() if first is not None)})
     return {
         (name, gib): BestFlags(model_of(model), name, where.hardware, with_gpu(where, gib))
         for name in longest_first([*least])
         if (first := least[name]) is not None
-        for gib in (first, *(size for size in sizes if size > first))
+        for gib in (first, *(size for size in (begins if name == JOINT else sizes) if size > first))
     }
 
 
@@ -148,7 +151,7 @@ def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
         axes.set_xlabel("GPU memory (GiB)")
         axes.set_ylabel("time per token (ms)")
         axes.set_title("thick: Pareto front of all but joint; lines begin with the smallest GPU", fontsize=8)
-        without = f"\nno GPU is large enough: {', '.join(look(name).label for name in missing)}" if missing else ""
+        without = f"\nno plan on any GPU: {', '.join(look(name).label for name in missing)}" if missing else ""
         figure.suptitle(title + without, fontsize=8)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # names are put where they are free now

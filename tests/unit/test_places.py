@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Activations, Format, Plan, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.policy import Verdict
+from autohete.planner.optimistic import OptimisticJudge
 from autohete.planner.rows import Model
 from autohete.planner.unit_costs import Costs
 from autohete.policies import parse_policy
@@ -238,6 +240,13 @@ def test_a_policy_uses_the_place_that_it_is_given(policy: str) -> None:
     assert {unit.states.home for unit in plan.units} <= {"drives", "gpu"}
     with pytest.raises(InputError, match=f"{policy}:place=host is no place besides the GPU and the host"):
         parse_policy(f"{policy}:place=host")
+
+
+def test_the_optimist_knows_which_places_are_there() -> None:
+    """A plan for a place that the hardware lacks is short of it before anything is simulated, whatever rests there."""
+    for inner in (UnitPlan(kept=Route("drives")), UnitPlan(states=Route("drives"))):
+        verdicts = [OptimisticJudge(profile_on(node), math.inf)(plan_of(inner)).verdict for node in (NODE, BOTH)]
+        assert verdicts == ["drives-out-of-memory", "ok"]
 
 
 def test_a_place_that_is_missing_is_named() -> None:
