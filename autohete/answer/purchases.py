@@ -41,7 +41,8 @@ def single_purchases(site: Site, simulation: Simulation | None) -> Iterator[Chan
                 item=place.name,
             )
     if now.interconnect is not None:
-        more = site.gpus + 1 if site.gpus < now.interconnect.gpus else site.gpus + now.interconnect.gpus
+        group = site.parallelism.gpus
+        more = site.gpus + (group if site.gpus + group <= now.interconnect.gpus else now.interconnect.gpus)
         if more <= now.interconnect.gpus or now.interconnect.network_bandwidth is not None:
             assumed = f", {OVER_PCIE} (an assumption)" if now.interconnect.assumed else ""
             yield Change(f"{more} GPUs instead of {site.gpus}, each with this batch{assumed}", {}, gpus=more, item="gpus")

@@ -60,6 +60,11 @@ class Parallelism:
         return max(self.tensor, self.context, self.expert, self.pipeline) > 1
 
     @property
+    def gpus(self) -> int:
+        """The smallest number of GPUs that it divides something among; others are a multiple of it."""
+        return self.tensor * self.pipeline * math.lcm(self.context, self.expert)
+
+    @property
     def along_sequence(self) -> int:
         """The number of parts of what a block keeps between its products."""
         return self.tensor if self.sequence else 1

@@ -274,3 +274,11 @@ def test_the_command_line_divides() -> None:
         *["simulate", "--policy", "resident", "--workload", "gpt-2b", "--hardware", "h100-8gpu", "--parallel", "tp=4,dp=2"]
     )
     assert "8 GPUs of h100-8gpu (tp=4)" in done.stdout
+
+
+@given(*[st.sampled_from((1, 2, 3, 4))] * 4)
+def test_the_smallest_number_of_gpus_can_be_divided(tensor: int, context: int, expert: int, pipeline: int) -> None:
+    """So can its multiples, and no GPU is left over."""
+    parallelism = Parallelism(tensor, context=context, expert=expert, pipeline=pipeline)
+    for times in (1, 2, 3):
+        assert parallelism.ranks(times * parallelism.gpus) * tensor == times * parallelism.gpus
