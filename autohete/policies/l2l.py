@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
@@ -40,6 +41,13 @@ from autohete.policies.flags import combinations
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
+
+
+class L2LOptimizer(StrEnum):
+    """The processor that updates."""
+
+    GPU = "gpu"
+    CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +63,13 @@ class L2L:
 
     paper: bool = False
     host_stash: bool = False
-    update_on: Processor = Processor.CPU
+    update_on: L2LOptimizer = L2LOptimizer.CPU
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.host_stash and not self.paper:
             raise InputError("l2l:host_stash=on is not in the artifact, whose inputs stay on the GPU: give paper, too, or off")
-        if self.update_on is Processor.GPU and not self.paper:
+        if self.update_on is L2LOptimizer.GPU and not self.paper:
             raise InputError(f"l2l:update_on={self.update_on} is not in the artifact: give paper, too, or update_on=cpu")
 
     @classmethod
@@ -75,9 +83,9 @@ class L2L:
         return self._paper(profile) if self.paper else _artifact(profile)
 
     def _paper(self, profile: Profile) -> Plan:
-        on_gpu, element = self.update_on is Processor.GPU, profile.element_bytes
+        on_gpu, element = self.update_on is L2LOptimizer.GPU, profile.element_bytes
         kept, states = (Route(HOST_MEMORY, ahead=0) if host else Route() for host in (self.host_stash, on_gpu))
-        outer = UnitPlan(update=Update(self.update_on), states=states)
+        outer = UnitPlan(update=Update(Processor(self.update_on)), states=states)
         inner = replace(outer, activations=Activations.RECOMPUTE, parameters=Route(HOST_MEMORY, ahead=0), kept=kept)
         sent = (Kind.OFFLOAD_ACTIVATIONS, Kind.WRITE_BACK_STATES, Kind.WRITE_BACK_BACKWARD, Kind.OFFLOAD_GRADIENTS)
         return Plan(

@@ -500,7 +500,8 @@ def _place(dice: Dice, name: str) -> Place:
 
     # Published systems let the CPU update what rests in the place named nvme.
     beside = HOST_MEMORY if name == "nvme" else dice.of([HOST_MEMORY, GPU_MEMORY])
-    return Place(name, 10**14, rate(), rate(), dice.decades(-9, -4), rate() if dice.flip() else None, beside)
+    both, update = (rate() if dice.flip() else None for _ in range(2))
+    return Place(name, 10**14, rate(), rate(), dice.decades(-9, -4), both, beside, update)
 
 
 def _further(dice: Dice, route: Route, unit: UnitPlan, profile: Profile) -> Route:
@@ -546,7 +547,7 @@ def _route(dice: Dice, may_leave: bool) -> Route:
 
 
 #: Policies that plan only for nodes with drives.
-NEED_DRIVES = frozenset({"zero_infinity", "mlp_offload"})
+NEED_DRIVES = frozenset({"zero_infinity", "mlp_offload", "ratel", "smart_infinity"})
 
 
 @cache

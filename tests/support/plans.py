@@ -12,7 +12,7 @@ from autohete.profile import Profile
 
 def with_drives(node: str) -> Hardware:
     """The preset with NVMe."""
-    return replace(load_hardware(node), places=(Place("nvme", 10**13, 7e9, 6e9, 1e-4),))
+    return replace(load_hardware(node), places=(Place("nvme", 10**13, 7e9, 6e9, 1e-4, update_bandwidth=7e9),))
 
 
 def with_gradients_replacing(plan: Plan) -> Plan:
