@@ -336,6 +336,7 @@ from dataclasses import replace
 workload = Workload("small", 1024, 6, 8, sequence_length=512)
 hardware = load_hardware("rtx4090-workstation")
 hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=hardware.gpu.reserved_bytes + 28 * 10**8))
+hardware = replace(hardware, places=tuple(replace(place, update_bandwidth=1e9) for place in hardware.places))
 profile = analytic_profile(workload, hardware)
 for name in sorted(POLICIES):
     policy = parse_policy(name)
