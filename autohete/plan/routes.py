@@ -191,7 +191,8 @@ class Update:
         if not 0 <= self.share < 1:
             raise InputError(f"share of the update is {self.share}: give 0 or more and less than 1; for all, update on the GPU")
         if self.share and self.on is not Processor.CPU:
-            raise InputError(f"share is {self.share}, but the {self.on} updates all: leave share out, or update on the CPU")
+            who = "GPU" if self.on is Processor.GPU else "place"
+            raise InputError(f"share is {self.share}, but the {who} updates all: leave share out, or update on the CPU")
         if self.norm_on is Processor.PLACE:
             raise InputError("a place computes no norm of gradients: let the GPU do that, or leave norm_on out")
         if self.returned_bytes is not None and not (self.on is Processor.PLACE and 1 <= self.returned_bytes <= 64):
