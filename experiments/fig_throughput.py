@@ -364,7 +364,7 @@ def _draw_ratios(axes: Axes, speedups: Sequence[Ratio]) -> None:
         axes.annotate(seen.label, (0.02, y + 0.2), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     axes.set_yticks([])
     axes.set_ylim(-0.6, len(speedups) - 0.2)
-    axes.set_xlim(left=0.95)
+    axes.set_xlim(left=min(0.95, *(r.average.low - 0.05 for r in speedups)))
     axes.set_xlabel("AutoHete's average speed-up over")
     axes.set_title("against the paper", fontsize="medium")
     legend = [
