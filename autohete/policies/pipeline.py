@@ -106,7 +106,7 @@ class Pipeline:
     def plan_for(self, profile: Profile, activations: Activations) -> Plan:
         """The plan whose blocks keep these activations."""
         gpus = profile.hardware.gpus
-        ranks = self.ranks or _given_ranks(profile) or gpus
+        ranks = 1 if gpus == 1 else self.ranks or _given_ranks(profile) or gpus
         if gpus % ranks:
             raise InputError(f"{gpus} GPUs cannot be pipelines of {ranks} each: let ranks divide the number of GPUs")
         rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)

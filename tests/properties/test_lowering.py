@@ -221,6 +221,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
             "autohete",
             "joint",
             *strategies.NEED_DRIVES,
+            "flashneuron",  # unless its place is the host
             *(["stronghold", "block_swap"] if profile.workload.clips else []),
         )
         assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
