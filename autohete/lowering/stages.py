@@ -21,7 +21,7 @@ from autohete.profile import Profile
 from autohete.schedule import Task, TaskId
 
 
-class Turn(NamedTuple):
+class StageTurn(NamedTuple):
     """The passes of a stage for one micro-batch: its forwards, or what its backward computes."""
 
     is_forward: bool
@@ -41,7 +41,7 @@ class PipelineRank:
 
     rank: int
     stages: tuple[range, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[StageTurn, ...]
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:
     return found
 
 
-def _turns(rank: int, ranks: int, mine: Sequence[range], micro_batches: int, *, at_once: bool) -> tuple[Turn, ...]:
+def _turns(rank: int, ranks: int, mine: Sequence[range], micro_batches: int, *, at_once: bool) -> tuple[StageTurn, ...]:
     """The passes of a rank in order.
 
     A group of micro-batches passes through one of its stages after the other: forward from the lowest, backward from the
@@ -77,8 +77,8 @@ def _turns(rank: int, ranks: int, mine: Sequence[range], micro_batches: int, *, 
     """
     size = micro_batches if at_once else ranks
     groups = [range(m, min(m + size, micro_batches)) for m in range(0, micro_batches, size)]
-    forwards = [Turn(True, stage, m) for group in groups for stage in mine for m in group]
-    backwards = [Turn(False, stage, m) for group in groups for stage in reversed(mine) for m in group]
+    forwards = [StageTurn(True, stage, m) for group in groups for stage in mine for m in group]
+    backwards = [StageTurn(False, stage, m) for group in groups for stage in reversed(mine) for m in group]
     filling = (ranks - rank - 1) * min(len(mine), 2) + (len(mine) - 1) * ranks
     ahead = len(forwards) if at_once else filling
     steady = zip_longest(forwards[ahead:], backwards)

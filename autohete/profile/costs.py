@@ -11,7 +11,7 @@ from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware, Link
 from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
-from autohete.profile.parallel import part_of_rank
+from autohete.profile.divided import part_of_rank
 from autohete.quantities import format_bytes, format_seconds
 from autohete.tabular import frame, html_table
 from autohete.workload import BlockRole, Workload

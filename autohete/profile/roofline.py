@@ -19,6 +19,7 @@ from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, shares_input
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
+from autohete.profile.divided import ALONE_GROUP, BatchGroup, divided_part, part_of_rank
 from autohete.profile.kernels.decoders import (
     INPUT_ROWS,
     TRANSFORMERS_HEAD,
@@ -31,7 +32,6 @@ from autohete.profile.kernels.decoders import (
 from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
-from autohete.profile.parallel import ALONE_GROUP, Group, divided_part, part_of_rank
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import BlockRole, Workload
@@ -58,11 +58,13 @@ def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
             "gpu.peak_8bit in a hardware file, choose hardware that has it, such as h100-pcie5, or train in bf16"
         )
     check_attention(workload.attention, hardware.gpu, hardware.name)
-    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds, Group.of(hardware)))
+    return Profile(workload, hardware, *_on_gpu(workload, hardware.gpu, hardware.cpu.launch_seconds, BatchGroup.of(hardware)))
 
 
 @lru_cache(maxsize=64)
-def _on_gpu(workload: Workload, gpu: Gpu, launch_seconds: float, group: Group) -> tuple[tuple[UnitProfile, ...], LossProfile]:
+def _on_gpu(
+    workload: Workload, gpu: Gpu, launch_seconds: float, group: BatchGroup
+) -> tuple[tuple[UnitProfile, ...], LossProfile]:
     """Blocks and loss. They do not depend on links, host and CPU, so many settings of a sweep share them."""
     roofline: _Roofline | TracedRoofline
     if isinstance(workload, TracedWorkload):
@@ -104,7 +106,7 @@ def _exchanged_sizes(component: Attention | LatentAttention) -> tuple[float, flo
 class _Roofline(Rates):
     """Prices units and loss. ``workload`` is what one GPU computes; ``whole`` is that of its group."""
 
-    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float, group: Group = ALONE_GROUP) -> None:
+    def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float, group: BatchGroup = ALONE_GROUP) -> None:
         self.group, self.whole = group, workload
         super().__init__(part_of_rank(workload, self.group.parallelism), gpu, launch_seconds)
 

@@ -180,7 +180,7 @@ def _divided_row(one: Operation, inside: float, stream: float) -> Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BatchGroup:
     """The GPUs that divide a batch, and how they are joined.
 
     Args:
@@ -200,7 +200,7 @@ class Group:
     network_bandwidth: float = math.inf
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Group:
+    def of(cls, hardware: Hardware) -> BatchGroup:
         """The group of each GPU of ``hardware``."""
         join = hardware.interconnect
         if not hardware.parallelism.divides:
@@ -260,4 +260,4 @@ class Group:
 
 
 #: A GPU computes its batch by itself.
-ALONE_GROUP = Group(ALONE, math.inf, 0.0, 1.0)
+ALONE_GROUP = BatchGroup(ALONE, math.inf, 0.0, 1.0)
