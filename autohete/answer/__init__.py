@@ -102,9 +102,8 @@ def find_answer(
     """
     system_bytes = 0 if profile.hardware.unified else system_bytes  # gpu.reserved_memory has it
     profile = replace(profile, hardware=without_system(profile.hardware, system_bytes))
-    names = (
-        default_policies(profile.hardware.gpus, profile.hardware.parallelism.pipeline) if policies is None else tuple(policies)
-    )
+    hardware = profile.hardware
+    names = default_policies(hardware.gpus, hardware.parallelism.pipeline) if policies is None else tuple(policies)
     spaces = [search_space(name, profile) if policies is None else (name,) for name in longest_first(names)]
     judged = run("policies", [Judged(profile, space, tuple(runnable)) for space in spaces])
     stages = _Stages(run)

@@ -48,21 +48,28 @@ class Parallelism:
             check_whole(name, getattr(self, name), 1)
 
     def __str__(self) -> str:
-        tensor = f"tp={self.tensor}" + ("" if self.sequence else ",sp=off")
-        context = f"cp={self.context}" + (f",comm={self.exchange}" if self.exchange is not ContextExchange.RING else "")
-        counts = {tensor: self.tensor, context: self.context, f"ep={self.expert}": self.expert}
-        counts[f"pp={self.pipeline}"] = self.pipeline
-        return ",".join(text for text, count in counts.items() if count > 1)
+        counts = (
+            (self.tensor, "tp", "" if self.sequence else ",sp=off"),
+            (self.context, "cp", "" if self.exchange is ContextExchange.RING else f",comm={self.exchange}"),
+            (self.expert, "ep", ""),
+            (self.pipeline, "pp", ""),
+        )
+        return ",".join(f"{key}={count}{how}" for count, key, how in counts if count > 1)
 
     @property
     def divides(self) -> bool:
-        """Whether anything is divided."""
-        return max(self.tensor, self.context, self.expert, self.pipeline) > 1
+        """Whether the work of a unit is divided. A pipeline does not: each of its GPUs computes whole units."""
+        return max(self.tensor, self.context, self.expert) > 1
+
+    @property
+    def neighbours(self) -> int:
+        """The smallest number of ranks that compute the same units: a sequence and the experts are divided among them."""
+        return math.lcm(self.context, self.expert)
 
     @property
     def gpus(self) -> int:
         """The smallest number of GPUs that it divides something among; others are a multiple of it."""
-        return self.tensor * self.pipeline * math.lcm(self.context, self.expert)
+        return self.tensor * self.pipeline * self.neighbours
 
     @property
     def along_sequence(self) -> int:
@@ -120,9 +127,7 @@ def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism
     parallelism = Parallelism(
         divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange, divided["ep"], divided["pp"]
     )
-    if "dp" not in given:  # as many as the experts need
-        divided["dp"] = divided["ep"] // math.gcd(divided["ep"], divided["cp"])
-    least = math.prod(divided[key] for key in ("tp", "cp", "pp", "dp"))
+    least = math.prod(divided[key] for key in ("tp", "cp", "pp", "dp")) if "dp" in given else parallelism.gpus
     if gpus is None:
         return least, parallelism
     if ("dp" in given and gpus != least) or gpus % least:

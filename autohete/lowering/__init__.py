@@ -330,6 +330,11 @@ def _check_pipeline(profile: Profile, plan: Plan) -> None:
             f"the plan's units are on {plan.ranks} ranks, but {hardware.gpus} GPUs train together, {of_node} on a node: give "
             "as many GPUs as ranks, or so many times as many that neighbours share a node evenly or fill nodes"
         )
+    if pipelines % (neighbours := hardware.parallelism.neighbours):
+        raise InputError(
+            f"{neighbours} GPUs divide sequences or experts ({hardware.parallelism}), but only {pipelines} compute the same "
+            "units: give the pipeline fewer ranks"
+        )
     if len(stages) > plan.ranks and plan.pass_order is PassOrder.ONE_FORWARD_ONE_BACKWARD:
         if len(stages) % plan.ranks:
             raise InputError(

@@ -152,7 +152,7 @@ class Iteration:
         """
         there = self._there()
         while there + needed > self._budget and (scores := [(self._score(one), one) for one in self._victims(locked)]):
-            (_, size, _), victim = min(scores, key=lambda scored: (scored[0][0], scored[1].unit, scored[1].name or ""))
+            (_, size), victim = min(scores, key=lambda scored: (scored[0][0], scored[1].unit, scored[1].name or ""))
             there -= size
             if victim.is_input:
                 self._inputs[victim.unit] = False
@@ -178,8 +178,8 @@ class Iteration:
             ):
                 yield _Victim(unit, is_input=True)
 
-    def _score(self, victim: _Victim) -> tuple[float, int, int]:
-        """Cost / (size x staleness) in units of no meaning, and size and cost."""
+    def _score(self, victim: _Victim) -> tuple[float, int]:
+        """Cost / (size x staleness) in units of no meaning, and the size."""
         unit, stage, times = victim.unit, self._stages[victim.unit], self._times[victim.unit]
         if victim.name is not None:
             one = self._saved[unit][victim.name]
@@ -191,7 +191,7 @@ class Iteration:
             cost = stage.forward_ns + self._dropped_beside(unit, below=not self._inputs[unit])
             cost += self._dropped_beside(unit + 1) if unit + 1 < self._top and not self._inputs[unit + 1] else 0
         seen = (self._input_seen if victim.is_input else self._seen)[unit]
-        return cost / (max(size, 1) * max(self._clock - seen, 1)), size, cost
+        return cost / (max(size, 1) * max(self._clock - seen, 1)), size
 
     def _dropped_beside(self, unit: int, *, below: bool = False) -> int:
         """Time of the units without a gap that have been dropped, from ``unit`` up, or from the one below it down."""

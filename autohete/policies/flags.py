@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from autohete.errors import InputError
+from autohete.plan import Route
 from autohete.profile import Profile
 
 S = TypeVar("S")
@@ -42,6 +43,16 @@ def flags_of(system: Any) -> str:
 def place_names(profile: Profile) -> tuple[str, ...]:
     """The places of the hardware besides the GPU and the host."""
     return tuple(place.name for place in profile.hardware.places)
+
+
+def check_place(system: str, place: str) -> None:
+    """Check the flag ``place`` of a system that uses one besides the GPU and the host.
+
+    Raises:
+        InputError: it is one of these.
+    """
+    if not Route(place).far:
+        raise InputError(f"{system}:place={place} is no place besides the GPU and the host: give one, such as nvme")
 
 
 def if_several(profile: Profile, *values: object) -> tuple[object, ...]:

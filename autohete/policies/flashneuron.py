@@ -81,10 +81,8 @@ class FlashNeuron:
     def _unit(self, profile: Profile, unit: int, excess: float) -> tuple[int, UnitPlan]:
         """Bytes that leave a unit, up to the tensor with which ``excess`` is exceeded, and its plan."""
         costs = profile.units[unit]
-        left, staying = (
-            costs.activation_bytes - sum(one.size_bytes for one in costs.saved),
-            [],
-        )  # the input, and what has no name
+        left = costs.activation_bytes - sum(one.size_bytes for one in costs.saved)  # the input, and what has no name
+        staying = []
         for one in costs.saved:
             if left < excess:
                 left += one.size_bytes

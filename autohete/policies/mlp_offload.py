@@ -26,7 +26,7 @@ from autohete.plan.policy import Judge, Verdict
 from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
-from autohete.policies.flags import combinations, if_several, place_names
+from autohete.policies.flags import check_place, combinations, if_several, place_names
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -50,8 +50,7 @@ class MlpOffload:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not Route(self.place).far:
-            raise InputError(f"mlp_offload:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
+        check_place("mlp_offload", self.place)
         if self.cached is not None and self.cached < 0:
             raise InputError(f"mlp_offload:cached={self.cached} must be 0 or more units, or left out")
 

@@ -57,7 +57,8 @@ class Pipeline:
         order: of the passes of micro-batches.
         cut: the division into stages.
         chunks: stages of each GPU.
-        ranks: GPUs of one pipeline. None: those of ``Parallelism.pipeline``, or all.
+        ranks: GPUs of one pipeline. None: those of ``Parallelism.pipeline``, or all that do not divide sequences and experts
+            with others.
         zero_stage: 1 shards the optimizer states over pipelines side by side.
         fp32_sums: gradients are summed and reduced in fp32, in memory that is always held (Megatron's
             ``--accumulate-allreduce-grads-in-fp32``, which ``--bf16`` implies).
@@ -86,13 +87,13 @@ class Pipeline:
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Pipeline]:
         """What users can choose; see :func:`autohete.policies.search_space`. GPipe's order takes more memory, no less time."""
-        workload, gpus = profile.workload, profile.hardware.gpus
-        given = _given_ranks(profile)
-        whole = given or gpus
+        workload, gpus, neighbours = profile.workload, profile.hardware.gpus, profile.hardware.parallelism.neighbours
+        whole = cls().ranks_on(profile)
         yield from combinations(cls, cut=if_several(profile, *StageCut), checkpointing=choosable(profile))
-        for ranks in (given,) if given else range(gpus, 1, -1):
+        given = profile.hardware.parallelism.pipeline > 1
+        for ranks in (whole,) if given else range(whole, 1, -1):
             most = workload.transformer_blocks // ranks
-            if gpus % ranks or not most:
+            if gpus % (ranks * neighbours) or not most:
                 continue
             for chunks in {1, most} if not workload.micro_batches % ranks else {1}:
                 if (ranks, chunks) != (whole, 1):
@@ -103,10 +104,17 @@ class Pipeline:
         """See :class:`autohete.plan.policy.Policy`."""
         return with_checkpointing(self.checkpointing, lambda kept: self.plan_for(profile, kept), profile, judge)
 
+    def ranks_on(self, profile: Profile) -> int:
+        """The number of GPUs of one pipeline on the hardware of ``profile``."""
+        gpus, parallelism = profile.hardware.gpus, profile.hardware.parallelism
+        if self.ranks is not None and gpus > 1:
+            return self.ranks
+        return parallelism.pipeline if parallelism.pipeline > 1 else gpus // parallelism.neighbours
+
     def plan_for(self, profile: Profile, activations: Activations) -> Plan:
         """The plan whose blocks keep these activations."""
         gpus = profile.hardware.gpus
-        ranks = 1 if gpus == 1 else self.ranks or _given_ranks(profile) or gpus
+        ranks = self.ranks_on(profile)
         if gpus % ranks:
             raise InputError(f"{gpus} GPUs cannot be pipelines of {ranks} each: let ranks divide the number of GPUs")
         rules: tuple[Rule, ...] = (GpuUpdatesAfterBackward(),)
@@ -118,12 +126,6 @@ class Pipeline:
             staged = tuple(replace(unit, zero_stage=self.zero_stage) for unit in staged)
         fp32_sums = self.fp32_sums and ranks > 1
         return Plan("pipeline", staged, rules, pass_order=self.order, sums_in_fp32=fp32_sums)
-
-
-def _given_ranks(profile: Profile) -> int | None:
-    """GPUs of one pipeline, if that is given."""
-    pipeline = profile.hardware.parallelism.pipeline
-    return pipeline if pipeline > 1 else None
 
 
 def in_stages(units: Sequence[UnitPlan], cut: StageCut, profile: Profile, ranks: int, chunks: int) -> tuple[UnitPlan, ...]:

@@ -71,7 +71,7 @@ class PipelineOffload:
         """What users can choose; see :func:`autohete.policies.search_space`."""
         yield cls()
         for one in Pipeline.variants(profile):
-            if one != Pipeline() and one.cut is Pipeline().cut and (one.ranks or profile.hardware.gpus) >= _RANKS:
+            if one != Pipeline() and one.cut is Pipeline().cut and one.ranks_on(profile) >= _RANKS:
                 yield cls(None, one.chunks, one.ranks, one.zero_stage, checkpointing=one.checkpointing)
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:

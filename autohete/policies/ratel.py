@@ -31,7 +31,7 @@ from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier
 from autohete.policies import host_arrays, traffic
-from autohete.policies.flags import combinations, place_names
+from autohete.policies.flags import check_place, combinations, place_names
 from autohete.policies.several_gpus import check_one_gpu
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -64,8 +64,7 @@ class Ratel:
         check_fields(self)
         if self.swap_percent < 0:
             raise InputError(f"ratel:swap_percent={self.swap_percent}: give 0 or more percent of forward's time")
-        if not Route(self.place).far:
-            raise InputError(f"ratel:place={self.place} is no place besides the GPU and the host: give one, such as nvme")
+        check_place("ratel", self.place)
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[Ratel]:
@@ -102,12 +101,11 @@ class Ratel:
 
     def _results(self, profile: Profile) -> list[tuple[SavedRoute, ...]]:
         """What each unit keeps of the results of its products."""
-        units, w = profile.units[1:-1], profile.workload
+        units = profile.units[1:-1]
         there = [{one.name: one.size_bytes for one in unit.results} for unit in units]
         kept: list[tuple[SavedRoute, ...]] = [()] * len(units)
         enough = sum(unit.forward_seconds for unit in units) * self.swap_percent / 100
-        stream = w.tokens * w.hidden_size * profile.element_bytes
-        copied = 2 * stream * w.transformer_blocks / _INPUTS  # those of both sublayers
+        copied = 2 * units[0].input_bytes * profile.workload.transformer_blocks / _INPUTS  # those of both sublayers
         for kind in _KINDS:
             for i, sizes in enumerate(there):
                 if copied < enough and kind in sizes:

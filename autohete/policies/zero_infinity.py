@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autohete.errors import InputError, check_fields
+from autohete.errors import check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
 from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
-from autohete.policies.flags import combinations, if_several, place_names
+from autohete.policies.flags import check_place, combinations, if_several, place_names
 from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
@@ -57,10 +57,7 @@ class ZeroInfinity:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not Route(self.place).far:
-            raise InputError(
-                f"zero_infinity:place={self.place} is no place besides the GPU and the host: give one, such as nvme"
-            )
+        check_place("zero_infinity", self.place)
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[ZeroInfinity]:

@@ -163,11 +163,8 @@ class _Roofline(Rates):
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:
         """Time of all matrix products of a unit between embedding and head, forward and backward."""
-        components, h, trained = (
-            self.workload.components(unit),
-            self.workload.hidden_size,
-            self.workload.has_base_gradients(unit),
-        )
+        w = self.workload
+        components, h, trained = w.components(unit), w.hidden_size, w.has_base_gradients(unit)
         products = [product for component in components for product in component.products(h)]
         fp8 = self.workload.training.fp8
         seconds = [self._product_seconds(product, trained=trained, fp8=fp8) for product in products]
@@ -408,9 +405,8 @@ class _Roofline(Rates):
             component = w.components(unit)[-1]
             gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
         kernels = needed.total("forward_kernels") - last_product
-        busy = (
-            gemm + self._elementwise_seconds(needed, "forward", scores) + self._exchange_seconds(unit, last=not last_product)[0]
-        )
+        exchanged, _ = self._exchange_seconds(unit, last=not last_product)
+        busy = gemm + self._elementwise_seconds(needed, "forward", scores) + exchanged
         return self._pass_seconds(busy, kernels, self._host_seconds(kernels))
 
     def _kept_bytes(self, part: Part, scores: int) -> float:

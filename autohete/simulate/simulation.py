@@ -54,9 +54,7 @@ class Simulation:
         return facts_html(self._title(), self._facts())
 
     def _title(self) -> str:
-        hardware = self.profile.hardware
-        several = f"{hardware.all_gpus} GPUs of " if hardware.all_gpus > 1 else ""
-        return f"{self.profile.workload.name} on {several}{hardware.name}: {self.plan.policy}"
+        return f"{self.profile.workload.name} on {self.profile.hardware.title}: {self.plan.policy}"
 
     def _facts(self) -> dict[str, str]:
         peaks = {

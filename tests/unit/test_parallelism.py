@@ -11,7 +11,7 @@ from support.command import autohete
 from autohete.answer.policies import default_policies
 from autohete.errors import InputError
 from autohete.hardware import ContextExchange, Interconnect, Parallelism, load_hardware, parse_parallel
-from autohete.policies import parse_policy
+from autohete.policies import parse_policy, search_space
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import simulate
 from autohete.workload import Kernels, Precision, Workload, named_workload
@@ -266,6 +266,30 @@ def test_pipelines_of_groups_share_a_batch() -> None:
     assert simulation.tokens_per_second == pytest.approx(tokens / simulation.iteration_seconds)
     with pytest.raises(InputError, match="choose a policy such as pipeline"):
         simulate(workload, hardware, parse_policy("resident"))
+
+
+def test_pipelines_leave_gpus_to_divide_sequences_and_experts() -> None:
+    """Those that divide a sequence or experts compute the same units, so a pipeline has fewer ranks, not more."""
+    workload = replace(read_model("llama-3.2-1b"), sequence_length=2048, batch_size=1, micro_batches=4)
+    for hardware, model, ranks in (
+        (NODE.shared_by(8, Parallelism(context=2)), workload, 4),
+        (NODE.shared_by(8, Parallelism(context=8)), workload, 1),
+        (NODE.shared_by(8, Parallelism(expert=4)), replace(MIXTURE, micro_batches=4, transformer_blocks=2), 2),
+    ):
+        simulation = simulate(model, hardware, parse_policy("pipeline"))
+        batches = hardware.batches // ranks
+        assert simulation.plan.ranks == ranks
+        assert simulation.tokens_per_second == pytest.approx(4 * batches * model.tokens / simulation.iteration_seconds)
+        assert len(search_space("pipeline", simulation.profile)) > 0
+        with pytest.raises(InputError, match="give the pipeline fewer ranks"):
+            simulate(replace(model, transformer_blocks=8), hardware, parse_policy("pipeline:ranks=8"))
+
+
+def test_a_pipeline_divides_no_unit() -> None:
+    """With ``pp`` alone each GPU computes whole units, as without."""
+    for workload in (gpt(kernels=Kernels.FUSED), named_workload("gpt-2b")):
+        assert divided(workload).units == analytic_profile(workload, NODE.shared_by(2, Parallelism(pipeline=2))).units
+    assert not Parallelism(pipeline=2).divides
 
 
 def test_the_command_line_divides() -> None:
