@@ -20,8 +20,8 @@ class ContextExchange(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How GPUs divide each batch, as Megatron Core does it (github NVIDIA/Megatron-LM, ``megatron/core/parallel_state.py``); what
-    that costs is in ``profile/divided.py``.
+    """How GPUs divide each batch, as Megatron Core does it (github NVIDIA/Megatron-LM, ``megatron/core/parallel_state.py``).
+    What that costs is in ``profile/divided.py``.
 
     Args:
         tensor: GPUs that divide the matrices of each block (Shoeybi et al. 2019, arXiv 1909.08053): heads, the width of the MLP
