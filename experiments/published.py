@@ -185,7 +185,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     for field, kind in (("precision", Precision), ("kernels", Kernels), ("attention", FusedAttention), ("units", Units)):
         if field in fields:
             fields[field] = kind(fields[field])
-    training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop") if key in fields}
+    training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop", "foreach") if key in fields}
     if "optimizer" in training:
         training["optimizer"] = Optimizer(training["optimizer"])
     if "lora" in fields:

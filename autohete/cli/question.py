@@ -42,7 +42,18 @@ _OptimizerName = Literal[
     "adalomo",
 ]
 #: Options that together are one field of ``Workload``.
-_TRAINING = ("optimizer", "galore", "galore_gap", "lora", "lora_targets", "qlora", "adapters", "prepared", "train_last")
+_TRAINING = (
+    "optimizer",
+    "foreach",
+    "galore",
+    "galore_gap",
+    "lora",
+    "lora_targets",
+    "qlora",
+    "adapters",
+    "prepared",
+    "train_last",
+)
 #: Those that describe adapters.
 _OF_ADAPTERS = ("lora_targets", "qlora", "adapters", "prepared")
 #: Options that are short for a hardware figure.
@@ -111,6 +122,8 @@ class Shape:
         adamw (states in fp32), adamw_bf16 (masters and states in bf16), adamw_pure_bf16 (states in bf16, no masters),
         adamw8bit, sgd, sgd_momentum, adafactor, muon, came, or without masters adamw8bit_pure_bf16, adafactor_pure_bf16,
         muon_pure_bf16, lomo, adalomo.
+    foreach:
+        The GPU updates with torch's foreach kernels, as torch.optim.AdamW does unless it is fused; adamw and adamw_pure_bf16.
     galore:
         Rank to which GaLore projects the gradients of linear layers of blocks, such as 1024; with adamw or adamw8bit, also
         without masters.
@@ -149,6 +162,7 @@ class Shape:
     loss_chunks: Whole | None = None
     document_length: Annotated[Whole | None, Parameter(name="--documents")] = None
     optimizer: _OptimizerName | None = None
+    foreach: bool | None = None
     galore: Whole | None = None
     galore_gap: Whole | None = None
     lora: Whole | None = None
@@ -189,11 +203,12 @@ class Shape:
                 "--galore-gap describes GaLore, but there is none: give --galore RANK as well, such as --galore 1024"
             )
         galore = None if self.galore is None else GaLore(self.galore, 200 if self.galore_gap is None else self.galore_gap)
+        foreach = bool(self.foreach)
         if self.lora is None:
-            return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8, galore=galore)
+            return Training(last_blocks=self.train_last, optimizer=optimizer, fp8=fp8, galore=galore, foreach=foreach)
         targets = tuple(name.strip() for name in ("all" if self.lora_targets is None else self.lora_targets).split(","))
         lora = Lora(self.lora, targets, bool(self.qlora), self.adapters, self.prepared)
-        return Training(lora, self.train_last, optimizer, fp8, galore=galore)
+        return Training(lora, self.train_last, optimizer, fp8, galore=galore, foreach=foreach)
 
     def workload(self, name: str | None, model: str | None = None) -> Workload:
         """Return the named workload, or the model of a ``config.json``, with these figures changed; without either, one of this

@@ -125,6 +125,7 @@ class Abilities:
         refused = {
             "fp8 products": training.fp8,
             "GaLore": training.galore is not None,
+            "foreach kernels": training.foreach,
             "adapters": training.lora is not None and not self.lora,
             "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
             "frozen lower blocks": training.last_blocks is not None,

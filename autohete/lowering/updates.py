@@ -14,6 +14,7 @@ from autohete.lowering.shards import Shards
 from autohete.lowering.tied import copied_parameters
 from autohete.plan import Plan, Processor, UnitPlan
 from autohete.plan.moves import Move
+from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.profile import Profile
 from autohete.schedule import (
     COLLECTIVE,
@@ -53,7 +54,7 @@ class Updates:
         mine: Sequence[int],
     ) -> None:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
-        self._clipping, self._copies = clipping, copies
+        self._clipping, self._copies, self._mine = clipping, copies, mine
         self._last = builder.passes[-1].micro_batch
         #: Elements of a matrix that two ranks train, and these ranks.
         self._copied = copied_parameters(profile, plan)
@@ -189,10 +190,16 @@ class Updates:
             b.write(update, self._shards.parameters(unit), unit)
         # A partial update needs no less workspace if the kernel works in pieces.
         workspace = self._profile.units[unit].gpu_update_workspace_bytes + self._plan.footprint.gpu_update_bytes
-        b.workspace(update, workspace)
+        b.workspace(update, workspace + self._foreach_bytes(unit))
         if self._plan.units[unit].fetches_states:
             b.write(update, Value.OPTIMIZER_STATES, unit)
         self._bring_states_home(unit, part)
+
+    def _foreach_bytes(self, unit: int) -> int:
+        """What foreach kernels hold while the unit is updated: after backward, one call updates all that the GPU updates."""
+        together = self._mine if GpuUpdatesAfterBackward() in self._plan.rules else (unit,)
+        elements = sum(self._shards.updated_on(each, Processor.GPU) for each in together)
+        return elements * self._profile.workload.foreach_bytes
 
     def _bring_states(self, unit: int, part: int = 0) -> None:
         """Bring the states from where they rest to where they are updated, in one hop or two."""

@@ -22,6 +22,10 @@ ATTENTION_BACKWARD = 2.5
 #: ones. Derived from up to 20 minutes for the projectors of Llama 7B, 4.7e14 FLOPs in 224 matrices (GaLore 2, arXiv 2504.20437,
 #: as reviewed at themoonlight.io, which names no GPU): the least that it reaches.
 _SVD_FLOPS = 3.9e11
+#: Numbers that foreach kernels read and write for a parameter besides the 7 of a fused kernel. With m, v and r the moments and
+#: the root: decay (2), moving averages of m (3) and v (2 + 3), root (2), bias correction (2) and epsilon (2) on r, and the
+#: parameter from m and r (4).
+_FOREACH_ACCESSES = 20 - 7
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
@@ -115,7 +119,7 @@ class Rates:
                 )
                 projected, held = self._projected(matrix, smaller, galore.gap)
                 seconds, workspace = seconds + projected, max(workspace, held)
-        seconds += 2 * states / self.bandwidth
+        seconds += (2 * states + _FOREACH_ACCESSES * w.foreach_bytes * trained) / self.bandwidth
         for matrix in orthogonalised(optimizer, matrices):
             products = newton_schulz(matrix)
             seconds += (

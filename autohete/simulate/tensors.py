@@ -4,7 +4,8 @@ A buffer is all that a task makes or needs of one value. PyTorch allocates it te
 large tensors otherwise than many small ones. What is known of them: parameters and their gradients are matrices, and what is
 left of a unit (norms and biases); an optimizer state is an fp32 tensor for each of these; what a forward keeps is listed by
 operation (``UnitProfile.saved``), in tensors of the feed-forward or the hidden width; temporaries of a pass are as large as the
-unit's input, those of the loss have four bytes a logit. Buffers of a system itself are flat.
+unit's input, those of the loss have four bytes a logit, and foreach kernels have one for each parameter. Buffers of a system
+itself are flat.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class TensorSizes:
                 return _cut(size, 4 * logits)
             case Value.WORKSPACE if buffer.id.use in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
                 return self._kept(unit, size)
+            case Value.WORKSPACE if buffer.id.use is Kind.GPU_UPDATE and self.profile.workload.foreach_bytes:
+                own = self._counts(unit, trained=True)
+                together = size > sum(own) * self.profile.workload.foreach_bytes
+                units = range(len(self.profile.units)) if together else [unit]
+                return _shared(size, [count for each in units for count in self._counts(each, trained=True)])
             case _:
                 return [size]
 

@@ -270,6 +270,11 @@ class Workload(Hashed):
         return self.precision.is_mixed and has_masters(self.training.optimizer)
 
     @property
+    def foreach_bytes(self) -> int:
+        """Bytes that foreach kernels hold for each parameter of an update; see ``Training.foreach``."""
+        return (4 if self.has_masters else self.precision.element_bytes) * self.training.foreach
+
+    @property
     def adapters(self) -> Adapters:
         """How adapters are held; the default is that of PEFT for what ``transformers`` trains in mixed precision."""
         lora = self.training.lora

@@ -35,7 +35,9 @@ class TracedWorkload(Workload):
                     f"{field} is {getattr(self, field)}, but the table of {table.name} was traced with {value}: leave it out, "
                     "or change the module and trace it again"
                 )
-        if self.training != Training(optimizer=self.training.optimizer, galore=self.training.galore):
+        if self.training != Training(
+            optimizer=self.training.optimizer, galore=self.training.galore, foreach=self.training.foreach
+        ):
             raise InputError(
                 f"{self.training}: a traced model is trained as it was traced; add adapters to the module, or freeze its "
                 "parameters, and trace it again"

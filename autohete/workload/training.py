@@ -30,6 +30,8 @@ GROUPS = ("all", "attention", "mlp")
 #: ``compress_statistics``): 4.127 bits.
 NF4_BYTES = (4 + Fraction(8, 64) + Fraction(32, 64 * 256)) / 8
 _LARGEST_RANK = 65_536
+#: Those that torch updates with foreach kernels.
+_FOREACH = (Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16)
 #: Those whose states GaLore makes smaller: ``GaLoreAdamW`` and ``GaLoreAdamW8bit``.
 _PROJECTED = (Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16, Optimizer.ADAMW8BIT, Optimizer.ADAMW8BIT_PURE_BF16)
 
@@ -154,6 +156,9 @@ class Training:
         early_stop: the recomputation of a block ends when all that backward needs is there (``torch.utils.checkpoint`` with
             ``use_reentrant=False``), which leaves out the last product of a dense block without dropout.
         galore: projection of gradients; None: none.
+        foreach: the GPU updates with torch's foreach kernels, as ``torch.optim.AdamW`` does on a GPU unless ``fused`` is given
+            (``_multi_tensor_adam`` in torch/optim/adam.py at 2.13). Each reads and writes whole lists of tensors, and the root
+            of the second moments of all that one ``step()`` updates is held besides them.
     """
 
     lora: Lora | None = None
@@ -162,9 +167,15 @@ class Training:
     fp8: bool = False
     early_stop: bool = False
     galore: GaLore | None = None
+    foreach: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.foreach and (self.optimizer not in _FOREACH or self.galore is not None):
+            raise InputError(
+                f"foreach kernels are modelled for {' and '.join(_FOREACH)}, not for {self.update_name}: choose one, or "
+                "leave foreach out"
+            )
         if self.galore is not None and self.optimizer not in _PROJECTED:
             raise InputError(f"GaLore projects the gradients of {', '.join(_PROJECTED)}, not of {self.optimizer}: choose one")
         if self.galore is not None and self.lora is not None:
@@ -180,6 +191,7 @@ class Training:
             parts.append(f"only the last {self.last_blocks} blocks{'' if self.lora else ' and the head'} trained")
         parts += ["products of blocks in fp8"] if self.fp8 else []
         parts += ["recomputation that stops early"] if self.early_stop else []
+        parts += ["foreach kernels"] if self.foreach else []
         return ", ".join([optimizer_label(self.optimizer), *parts])
 
     @property

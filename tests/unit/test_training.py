@@ -704,3 +704,36 @@ def test_decisions_of_frozen_units_leave_out_what_they_do_not_have(capsys: pytes
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["1", "to", "2", "-", "resident", "frozen", "-", "-"] in printed
     assert ["3", "to", "4", "recompute", "resident", "cpu", "-", "-"] in printed
+
+
+def test_foreach_kernels_hold_the_root_of_all_second_moments() -> None:
+    """After backward one call updates all, so the peak of a small batch is that of the update, whatever the batch."""
+    mistral = named_workload(
+        "gpt-2b", precision=Precision.BF16, batch_size=1, training=Training(optimizer=Optimizer.ADAMW_PURE_BF16)
+    )
+    foreach = replace(mistral, training=replace(mistral.training, foreach=True))
+    fused, listed, in_backward = (
+        simulate(each, NODE, parse_policy(name))
+        for each, name in (
+            (mistral, "resident:checkpointing=full"),
+            (foreach, "resident:checkpointing=full"),
+            (foreach, "resident:checkpointing=full,in_backward"),
+        )
+    )
+    parameters = sum(unit.parameters for unit in listed.profile.units)
+    assert listed.gpu.peak_bytes == 10 * parameters  # parameters, gradients, two moments and the root, of 2 bytes each
+    assert fused.gpu.peak_bytes < listed.gpu.peak_bytes
+    assert in_backward.gpu.peak_bytes < listed.gpu.peak_bytes
+    longest = max(range(len(fused.profile.units)), key=lambda unit: fused.profile.units[unit].parameters)
+    seconds = [each.profile.units[longest].gpu_update_seconds for each in (fused, listed)]
+    assert seconds[1] / seconds[0] == pytest.approx(20 / 7, rel=0.01)
+
+
+def test_foreach_kernels_are_those_of_adamw() -> None:
+    """Other optimizers are refused, and levers leave them out."""
+    with pytest.raises(InputError, match="foreach kernels are modelled for adamw and adamw_pure_bf16, not for muon"):
+        Training(optimizer=Optimizer.MUON, foreach=True)
+    gpt = named_workload("gpt-2b", precision=Precision.BF16, training=Training(foreach=True))
+    found = {lever.pulled(gpt).training.optimizer for lever in levers(gpt)}
+    assert found == {Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16}
+    assert Shape(foreach=True).training() == Training(foreach=True)
