@@ -8,9 +8,9 @@ it predicts the measurements from which A100 figures were derived, with a log-no
 used for calibration; an error this wide moves the intervals little. The whole grid of models and policies is simulated at
 every point. A response surface (linear and squared terms of the figures' logarithms, ridge regression) stands in for many more
 points; its leave-one-out error is written beside each interval and added to it. Finally, each system's times carry a log-normal
-error of the model itself, as wide as that of the published iteration times not used for calibration, in which each source counts
-once. AutoHete with and without priority is the same system: that comparison has no such error, so its intervals cover the
-figures only.
+error of the model itself, as wide as that of the published iteration times not used for calibration, each source counting once.
+AutoHete with and without priority is the same system: that comparison has no such error, so its intervals cover the figures
+only.
 
 Writes ``fig_throughput_samples.csv`` (every simulated point) and ``fig_throughput_intervals.csv`` (5 to 95 % of each throughput
 and of each speed-up), which ``fig_throughput.py`` draws.
@@ -25,6 +25,7 @@ if __name__ == "__main__" and not __package__:
 
 import csv
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -159,9 +160,11 @@ def gather_evidence() -> Evidence:
     others = [c for c in published.checks(sources) if c.is_time and not c.calibrates]
 
     def width(some: list[published.Check]) -> float:
-        """Of a source drawn at random, and then a row: a source with many rows says no more of a setting that nobody has seen."""
-        squares = {source: [np.log(1 + c.error) ** 2 for c in some if c.source == source] for source in {c.source for c in some}}
-        return float(np.sqrt(np.mean([np.mean(each) for each in squares.values()])))
+        """Each source counts once: one with many rows says no more of a setting that nobody has seen."""
+        of_source: defaultdict[str, list[float]] = defaultdict(list)
+        for check in some:
+            of_source[check.source].append(np.log(1 + check.error) ** 2)
+        return float(np.sqrt(np.mean([np.mean(squares) for squares in of_source.values()])))
 
     return Evidence(tuple(rows), width(others), width([c for c in others if c.phase == "iteration"]))
 
