@@ -80,7 +80,8 @@ def levers(workload: Workload) -> list[Lever]:
 def _all(workload: Workload) -> Iterator[Lever]:
     batch, times = workload.batch_size, workload.micro_batches
     if _chunked(workload):
-        yield Lever("chunked loss", Group.LOSS, True, {"chunked_loss": True}, {})
+        instead: dict[str, object] = {"chunked_loss": True, **({} if workload.loss is None else {"loss": None})}
+        yield Lever("chunked loss", Group.LOSS, True, instead, {})
     if workload.kernels is Kernels.FUSED:
         yield Lever("lean kernels", Group.KERNELS, True, {"kernels": Kernels.LEAN}, {})
     if workload.units is Units.BLOCK:
@@ -124,7 +125,7 @@ def _all(workload: Workload) -> Iterator[Lever]:
 def _chunked(workload: Workload) -> bool:
     """Whether chunks would make the logits smaller."""
     with suppress(InputError):  # a traced model has a loss of its own
-        return replace(workload, chunked_loss=True).loss_tokens < workload.loss_tokens
+        return replace(workload, chunked_loss=True, loss=None).loss_tokens < workload.loss_tokens
     return False
 
 

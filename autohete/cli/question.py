@@ -11,7 +11,7 @@ from cyclopts import Parameter, Token
 from autohete.cli.groups import HARDWARE, MODEL, TRAINING
 from autohete.cli.named import HardwareName
 from autohete.errors import InputError, check_fields
-from autohete.workload import FusedAttention, Kernels, Precision, Units, Workload, named_workload
+from autohete.workload import FusedAttention, Kernels, LossKernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
@@ -112,6 +112,11 @@ class Shape:
         2023) or efficient (xFormers). Default: what PyTorch takes on the GPU.
     units:
         Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
+    loss:
+        Cross-entropy of all logits at a time: plain (PyTorch's, in the format of the logits), shifted (the same, of a copy
+        without last tokens: transformers' GPT-2 up to 4.45), fp32 (of a copy in fp32: transformers from 4.49), fp32_shifted
+        (4.46 to 4.48), fp32_output (other decoders up to 4.45), megatron (in fp32, in place) or in_place (one kernel that
+        overwrites the logits). Default: that of the kernels.
     chunked_loss:
         Compute the logits in chunks of tokens, as Liger Kernel does.
     loss_chunks:
@@ -158,6 +163,7 @@ class Shape:
     kernels: Kernels | None = None
     attention: FusedAttention | None = None
     units: Units | None = None
+    loss: LossKernels | None = None
     chunked_loss: bool | None = None
     loss_chunks: Whole | None = None
     document_length: Annotated[Whole | None, Parameter(name="--documents")] = None

@@ -132,6 +132,7 @@ class Abilities:
             "attention other than PyTorch's": workload.attention not in (None, taken),
             "documents within a sequence": workload.document_length is not None,
             "a loss in chunks": workload.chunked_loss and not self.chunked_loss,
+            "a loss other than its own": workload.loss is not None,
             "that number of chunks of the loss": workload.loss_chunks is not None,
             "sublayers as units": workload.units is Units.SUBLAYER,
             "several GPUs": decided.hardware.gpus > 1 and not self.several_gpus,

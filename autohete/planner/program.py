@@ -178,7 +178,7 @@ class Program:
         inputs = np.array(costs.input)
         backward[first + 1 :] += inputs[first + 1 :]  # the gradients of its input and of its output
         backward[first:-1] += inputs[first + 1 :]
-        backward[-1] += costs.loss.logits_bytes
+        backward[-1] += costs.loss.passed_bytes
         if costs.loss.keeps_logits:
             backward[first:] += costs.loss.logits_bytes
         backward[1:] += costs.long_gradient

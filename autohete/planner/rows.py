@@ -396,7 +396,7 @@ class Model:
         waiting = tables.others(lambda one: one.gradient_bytes * bool(one.at(D2H, When.AFTER_BACKWARD, Value.GRADIENTS)))
         inputs = np.array([unit.input_bytes for unit in blocks], float)
         handed, given = np.where(units > profile.first_trained, inputs, 0), np.append(inputs[1:], 0)
-        logits = loss.logits_bytes * (float(loss.keeps_logits) + (units == n - 1))
+        logits = loss.logits_bytes * float(loss.keeps_logits) + loss.passed_bytes * (units == n - 1)
         tied = (profile.workload.tied_embeddings * gradients[0]) * (units > 0)
         gradient = gradients + tied
         there = self._sum(everything, resident) + self._sum(below, kept + down) + self._sum(above, up)

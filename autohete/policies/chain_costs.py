@@ -56,7 +56,7 @@ def stages(profile: Profile) -> list[Stage]:
             tied = gradients[0] if profile.workload.tied_embeddings else 0
             made, left = made + tied, left + tied + held_logits
             backward = max(
-                loss.logits_bytes + held_logits + backward + times.input_bytes + made,
+                loss.passed_bytes + held_logits + backward + times.input_bytes + made,
                 loss.peak_bytes,
             )
         elif unit > profile.first_trained:

@@ -224,10 +224,11 @@ class LossProfile:
 
     Args:
         seconds: GPU time, including its own backward.
-        logits_bytes: size of the logits, and of their gradient.
+        logits_bytes: size of the logits, and of their gradient without ``wider_bytes``.
         workspace_bytes: temporaries of the loss.
         keeps_logits: the logits stay until backward has ended.
         in_place: the gradient is written in the place of the logits.
+        wider_bytes: what the logits take more than their gradient, where the model returns them in fp32.
     """
 
     seconds: float
@@ -235,11 +236,17 @@ class LossProfile:
     workspace_bytes: int
     keeps_logits: bool = False
     in_place: bool = False
+    wider_bytes: int = 0
+
+    @property
+    def passed_bytes(self) -> int:
+        """Bytes of the gradient of the logits."""
+        return self.logits_bytes - self.wider_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient of the logits, without the logits."""
-        return 0 if self.in_place else self.logits_bytes
+        """Bytes of the gradient of the logits, unless it is in their place."""
+        return 0 if self.in_place else self.passed_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -20,9 +20,9 @@ from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, sh
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.divided import ALONE_GROUP, BatchGroup, divided_part, part_of_rank
+from autohete.profile.kernels.cross_entropy import head_kernels
 from autohete.profile.kernels.decoders import (
     INPUT_ROWS,
-    TRANSFORMERS_HEAD,
     both_parts,
     decoder_part,
     frozen_part,
@@ -34,7 +34,7 @@ from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
-from autohete.workload import BlockRole, Workload
+from autohete.workload import BlockRole, LossKernels, Workload
 from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
@@ -442,16 +442,16 @@ class _Roofline(Rates):
 
     def loss(self) -> LossProfile:
         w, element = self.workload, self.element
-        if w.chunked_loss:
+        if w.chunked_loss or w.loss is LossKernels.IN_PLACE:
             return self._chunked_loss()
-        head = TRANSFORMERS_HEAD if self.kernels.eager and self.whole.architecture is not None else self.kernels.head
+        default = LossKernels.FP32 if self.kernels.eager and self.whole.architecture is not None else self.kernels.loss
+        copies = w.batch_size > 1 or w.loss is None  # a default counts the copy in any case
+        head = head_kernels(w.loss or default, element, copies=copies, keeps=w.keeps_logits)
         logits = w.tokens * w.vocabulary_size
-        traffic, workspace = (
-            (head.traffic_16bit, head.workspace_16bit) if element == 2 else (head.traffic_32bit, head.workspace_32bit)
-        )
-        busy = traffic * logits / self.bandwidth + self.group.loss_seconds(w.tokens)
+        busy = head.traffic * logits / self.bandwidth + self.group.loss_seconds(w.tokens)
         seconds = self._pass_seconds(busy, head.kernels, self._host_seconds(head.kernels))
-        return LossProfile(seconds, element * logits, round(workspace * logits), head.keeps_logits)
+        size, workspace = (element + head.wider) * logits, round(head.workspace * logits)
+        return LossProfile(seconds, size, workspace, head.keeps_logits, wider_bytes=head.wider * logits)
 
     def _chunked_loss(self) -> LossProfile:
         """A kernel reads a chunk's logits and writes their gradient in their place. It reads each row twice, the second time

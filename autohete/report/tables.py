@@ -323,6 +323,7 @@ def _assumed(workload: Workload) -> str:
     tied = "tied" if w.tied_embeddings else "untied"
     times = "" if w.loss_chunks is None else f" in {w.loss_chunks} chunks"
     chunked = f", {'loss' + times if times else 'chunked loss'}" if w.chunked_loss else ""
+    loss = f", loss {w.loss}" if w.loss is not None else ""
     packed = f", sequences packed of documents of {w.document_length} tokens" if w.document_length is not None else ""
     apart = w.training.lora is not None or w.training.last_blocks is not None
     trained = f", {w.trained_parameters / 1e6:,.1f}M parameters trained" if apart else ""
@@ -330,7 +331,7 @@ def _assumed(workload: Workload) -> str:
     attention = f", attention {w.attention}" if w.attention is not None else ""
     return (
         f"assumed: hidden {w.hidden_size}, {'; '.join(described_blocks(w))}; vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}{attention}{units_text(w)}{chunked}{packed}, {w.training}{trained}{clipped}; "
+        f"{w.precision}, kernels {w.kernels}{attention}{units_text(w)}{loss}{chunked}{packed}, {w.training}{trained}{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
 

@@ -42,7 +42,7 @@ class TensorSizes:
             case Value.ACTIVATIONS:
                 return self._kept(unit, size)
             case Value.WORKSPACE if buffer.id.use is Kind.LOSS:
-                logits = self.profile.loss.logits_bytes // self.profile.element_bytes
+                logits = self.profile.loss.passed_bytes // self.profile.element_bytes
                 return _cut(size, 4 * logits)
             case Value.WORKSPACE if buffer.id.use in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
                 return self._kept(unit, size)

@@ -78,7 +78,7 @@ from autohete.schedule import (
     Value,
     validate,
 )
-from autohete.workload import Kernels, Precision, Units, Workload
+from autohete.workload import Kernels, LossKernels, Precision, Units, Workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
@@ -154,6 +154,7 @@ def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: in
         clip_norm=dice.of([None, None, 1.0]),
         units=units,
         training=_training(dice, blocks),
+        loss=dice.of([None, None, *LossKernels]),
     )
 
 

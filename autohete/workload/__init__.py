@@ -75,6 +75,27 @@ class FusedAttention(StrEnum):
     EFFICIENT = "efficient"
 
 
+class LossKernels(StrEnum):
+    """How cross-entropy is computed, and in which formats the logits exist.
+
+    ``PLAIN``: PyTorch's, of the logits in the format that the GPU computes with. ``SHIFTED``: the same of a copy without the
+    last token of each sequence (GPT-2 of ``transformers`` up to 4.45). ``FP32``: of a copy in fp32 (``transformers`` from 4.49,
+    and PyTorch's under autocast). ``FP32_SHIFTED``: of a copy in fp32, copied again without last tokens (4.46 to 4.48).
+    ``FP32_OUTPUT``: the same, and the model's output is in fp32 (decoders other than GPT-2 up to 4.45). ``MEGATRON``: in fp32,
+    computed in place. ``IN_PLACE``: one kernel, which writes the gradient in the place of the logits (``flash-attn``, Liger
+    Kernel and Unsloth without their products), as a chunked loss with one chunk does.
+    :mod:`autohete.profile.kernels.cross_entropy` counts what each of them does.
+    """
+
+    PLAIN = "plain"
+    SHIFTED = "shifted"
+    FP32 = "fp32"
+    FP32_SHIFTED = "fp32_shifted"
+    FP32_OUTPUT = "fp32_output"
+    MEGATRON = "megatron"
+    IN_PLACE = "in_place"
+
+
 class Units(StrEnum):
     """The smallest part that is planned by itself: a transformer block, or each of its two sublayers.
 
@@ -143,6 +164,9 @@ class Workload(Hashed):
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
             tokens; None: all do, in grouped products.
         attention: see :class:`FusedAttention`; None: what PyTorch takes on the GPU.
+        loss: see :class:`LossKernels`; None: that of the implementation that ``kernels`` names.
+        keeps_logits: the caller holds the model's output until backward has ended, as a loop does that names it, and the
+            ``Trainer`` of ``transformers`` does not. None: with the losses of PyTorch and ``transformers``.
     """
 
     name: str
@@ -165,6 +189,8 @@ class Workload(Hashed):
     document_length: int | None = None
     looped_experts: int | None = None
     attention: FusedAttention | None = None
+    loss: LossKernels | None = None
+    keeps_logits: bool | None = None
 
     def __post_init__(self) -> None:
         for field, limit in LIMITS.items():
@@ -180,6 +206,7 @@ class Workload(Hashed):
             raise InputError(
                 f"loss_chunks is {self.loss_chunks}: it must be a whole number from 1 to the {self.tokens} tokens of a batch"
             )
+        self._check_loss()
         if self.architecture is not None:
             _check_positions(self.architecture, self.sequence_length)
         elif self.hidden_size % self.heads:
@@ -213,6 +240,17 @@ class Workload(Hashed):
             )
 
         self._check_adapters()
+
+    def _check_loss(self) -> None:
+        if self.loss is not None and self.chunked_loss:
+            raise InputError(
+                f"loss is {self.loss}, of all logits at a time, but the loss is chunked, and a chunked loss works in place: "
+                "leave out one of them"
+            )
+        if self.keeps_logits and (self.chunked_loss or self.loss is LossKernels.IN_PLACE):
+            raise InputError(
+                "keeps_logits is True, but this loss writes the gradient in the place of the logits: leave keeps_logits out"
+            )
 
     def _check_adapters(self) -> None:
         lora = self.training.lora

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from autohete.hardware import Hardware, load_hardware, preset_names
 from autohete.profile import Profile, analytic_profile
-from autohete.profile.kernels.decoders import TRANSFORMERS_HEAD
-from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, HeadKernels
+from autohete.profile.kernels.cross_entropy import head_kernels
+from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
 from autohete.profile.roofline import _Roofline
 from autohete.runtime.precision import DTYPES
 from autohete.testing import strategies
-from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
+from autohete.tracing.on_cuda import flash_attention, one_kernel_dropout
 from autohete.train.gpt import GPTBlock
 from autohete.workload import WORKLOADS, BlockRole, Kernels, Precision, Units, Workload
 
@@ -435,96 +435,6 @@ def test_a_pass_needs_the_workspace_of_the_table(role: BlockRole, kernels: Kerne
     assert backward == pytest.approx(table.backward_score_workspace, abs=0.05)
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------
-
-
-def hugging_face_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """GPT2LMHeadModel's of 4.28: the logits without the last token are copied, and stay in their type."""
-    shifted = logits[:, :-1].contiguous()
-    return functional.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
-
-
-class InPlaceCrossEntropy(torch.autograd.Function):
-    """Megatron-LM's without its parallelism: shifted, exponentiated and normalised in place, the gradient too."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        logits.sub_(logits.max(dim=-1, keepdim=True).values)
-        chosen = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        total = torch.exp(logits, out=logits).sum(-1, keepdim=True)
-        losses = total.squeeze(-1).log() - chosen
-        ctx.save_for_backward(logits.div_(total), labels)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        weights, labels = ctx.saved_tensors
-        one = torch.empty(1, dtype=weights.dtype, device=weights.device).expand(*labels.shape, 1)
-        weights.scatter_add_(-1, labels.unsqueeze(-1), one)
-        return weights.mul_(gradient.unsqueeze(-1)), None
-
-
-def megatron_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in fp32, whatever the logits are in."""
-    losses: Tensor = InPlaceCrossEntropy.apply(logits.float(), labels)  # type: ignore[no-untyped-call]
-    return losses.mean()
-
-
-def counted_loss(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> tuple[float, float, int]:
-    """Bytes read and written and bytes at the peak, per logit, and kernels; the caller holds on to the logits."""
-    batch, sequence, vocabulary, hidden = 2, 64, 5003, 8
-    count = batch * sequence * vocabulary
-    weight = torch.empty(vocabulary, hidden, dtype=dtype, device="meta", requires_grad=True)
-    x = torch.empty(batch, sequence, hidden, dtype=dtype, device="meta", requires_grad=True)
-    labels = torch.empty(batch, sequence, dtype=torch.long, device="meta")
-    with counting() as counter:
-        logits = functional.linear(x, weight)
-        value = loss(logits, labels)
-        counter.backward = True
-        torch.autograd.grad(value, [x, weight])
-    assert logits.numel() == count
-    touched = [*counter.tensors(False), *counter.tensors(True)]
-    traffic = sum(elements * bytes_each for elements, bytes_each in touched if elements > count / 2)
-    launched = sum(call.launches for call in counter.calls if call.name not in PRODUCTS)
-    return traffic / count, counter.peak_bytes / count, launched
-
-
-def loss_of_today(logits: Tensor, labels: Tensor) -> Tensor:
-    """That of the installed transformers for every model that predicts the next token."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    found: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
-    return found
-
-
-HUGGING_FACE, MEGATRON = IMPLEMENTATIONS[Kernels.EAGER].head, IMPLEMENTATIONS[Kernels.FUSED].head
-
-
-@pytest.mark.parametrize(
-    ("head", "loss"), [(HUGGING_FACE, hugging_face_loss), (MEGATRON, megatron_loss), (TRANSFORMERS_HEAD, loss_of_today)]
-)
-def test_the_loss_takes_what_the_table_says(head: HeadKernels, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Traffic and peak of the loss in 16 bit are within 10 % of the table: at the peak are logits, gradient and workspace."""
-    traffic, peak, launched = counted_loss(loss, torch.bfloat16)
-    assert traffic == pytest.approx(head.traffic_16bit, rel=0.1)
-    assert peak == pytest.approx(head.workspace_16bit + 2 * 2, rel=0.1)
-    assert launched == pytest.approx(head.kernels, rel=0.15)
-
-
-def test_the_loss_in_fp32_takes_what_the_table_says() -> None:
-    """In fp32 the in-place loss makes its gradient in the logits' place, and needs less than the two that are counted."""
-    traffic, peak, _ = counted_loss(hugging_face_loss, torch.float32)
-    assert traffic == pytest.approx(HUGGING_FACE.traffic_32bit, rel=0.1)
-    assert peak == pytest.approx(HUGGING_FACE.workspace_32bit + 2 * 4, rel=0.1)
-    traffic, peak, _ = counted_loss(loss_of_today, torch.float32)
-    assert traffic == pytest.approx(TRANSFORMERS_HEAD.traffic_32bit, rel=0.1)
-    assert peak == pytest.approx(TRANSFORMERS_HEAD.workspace_32bit + 2 * 4, rel=0.1)
-    traffic, peak, _ = counted_loss(megatron_loss, torch.float32)
-    assert traffic == pytest.approx(MEGATRON.traffic_32bit, rel=0.1)
-    assert peak < 2 * 4
-    assert MEGATRON.workspace_32bit == 0
-
-
 # --- times --------------------------------------------------------------------------------------------------------
 
 
@@ -543,7 +453,7 @@ def test_few_tokens_take_the_launches_of_their_kernels(kernels: Kernels) -> None
     forward, backward = (table.block.total(f"{direction}_kernels") for direction in ("forward", "backward"))
     assert profile.units[1].forward_seconds == pytest.approx(forward * table.host_forward * launch)
     assert profile.units[1].backward_seconds == pytest.approx(backward * table.host_backward * launch)
-    assert profile.loss.seconds == pytest.approx(table.head.kernels * table.host_forward * launch)
+    assert profile.loss.seconds == pytest.approx(head_kernels(table.loss, 2).kernels * table.host_forward * launch)
 
 
 @pytest.mark.slow

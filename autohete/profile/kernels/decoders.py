@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autohete.profile.kernels.gpt2 import HeadKernels, Operation, Part, Selection, core_alone
+from autohete.profile.kernels.gpt2 import Operation, Part, Selection, core_alone
 from autohete.workload.model import (
     LINEAR_CHUNK,
     Activation,
@@ -38,9 +38,6 @@ _INDEX_BYTES = 32
 _TRANSFORMERS = "transformers 5.23, models/"
 _MEGATRON = "Megatron Core 0.14, megatron/core/"
 _ENGINE = "Transformer Engine 2"
-
-#: Logits are copied to fp32; log-softmax and its backward; the gradient is cast back.
-TRANSFORMERS_HEAD = HeadKernels("transformers 5.23, loss/loss_utils.py: ForCausalLMLoss", 36, 24, 10, 8, 10, keeps_logits=True)
 
 
 def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward, *, eager: bool, flash: bool) -> Part:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autohete.workload import BlockRole, Kernels
+from autohete.workload import BlockRole, Kernels, LossKernels
 from autohete.workload.training import FIRST, LAST
 
 
@@ -55,27 +55,6 @@ class Operation:
     kept_casts: float = 0
     kept_score_casts: float = 0
     kept_copies: float = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeadKernels:
-    """Cross-entropy over the logits, bytes per logit.
-
-    Args:
-        source: file and line.
-        traffic_16bit, traffic_32bit: read and written, forward and backward.
-        workspace_16bit, workspace_32bit: alive at the peak, in addition to the logits and their gradient.
-        kernels: kernels launched, forward and backward.
-        keeps_logits: the model's output holds the logits until backward has ended.
-    """
-
-    source: str
-    traffic_16bit: float
-    traffic_32bit: float
-    workspace_16bit: float
-    workspace_32bit: float
-    kernels: int
-    keeps_logits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +217,7 @@ class Implementation:
     Args:
         block: kernels of one transformer block.
         attention, mlp: kernels of its sublayers; their operations together are the block's.
-        head: the loss.
+        loss: the loss of GPT-2.
         flash: attention scores stay out of memory (FlashAttention).
         instructions: instructions per lane and element access, which are the limit if memory is fast. 0: never the limit.
         eager: one kernel per operation.
@@ -249,7 +228,7 @@ class Implementation:
     block: Part
     attention: Part
     mlp: Part
-    head: HeadKernels
+    loss: LossKernels
     flash: bool
     instructions: float = 0
     eager: bool = False
@@ -380,11 +359,6 @@ _EAGER_INSTRUCTIONS = 23
 #: GPT-2, Llama and Qwen3 (benchmarks/host_time.py). Compiled code and C++ spend one or less.
 _EAGER_HOST = (3.2, 2.2)
 
-#: Logits stay in 16 bit; a copy of the shifted logits, log-softmax and its backward, backward of the slice.
-_HF_HEAD = HeadKernels("models/gpt2/modeling_gpt2.py:1097-1108", 22, 44, 4, 8, 10, keeps_logits=True)
-#: Logits are cast to fp32. The passes over them work in place, so fp32 needs neither a workspace nor a separate gradient.
-_MEGATRON_HEAD = HeadKernels("gpt_model.py:56 and mpu/cross_entropy.py:31-105", 52, 40, 4, 0, 15)
-
 _MEGATRON_FLASH_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_FLASH, *_MEGATRON_PROJECTION)
 _MEGATRON_SCORES_ATTENTION = (*_MEGATRON_NORM, *_MEGATRON_SCORES, *_MEGATRON_PROJECTION)
 _HF_SCORES_ATTENTION = (*_HF_BEFORE_SCORES, *_HF_SCORES, *_HF_MERGE, *_HF_PROJECTION)
@@ -448,7 +422,7 @@ _FUSED = Implementation(
     _part((*_MEGATRON_FLASH_ATTENTION, *_MEGATRON_MLP), 2, 6.5, 0, (*_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN)),
     _part(_MEGATRON_FLASH_ATTENTION, 3.5, 4.5, selected=_MEGATRON_NORM_AGAIN),
     _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
-    _MEGATRON_HEAD,
+    LossKernels.MEGATRON,
     flash=True,
 )
 
@@ -465,14 +439,14 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         ),
         _part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN)),
         _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
-        _MEGATRON_HEAD,
+        LossKernels.MEGATRON,
         flash=False,
     ),
     Kernels.EAGER: Implementation(
         _part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
         _part(_HF_SCORES_ATTENTION, 2, 3.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN)),
         _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
-        _HF_HEAD,
+        LossKernels.SHIFTED,
         flash=False,
         instructions=_EAGER_INSTRUCTIONS,
         eager=True,
@@ -483,7 +457,7 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         _part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, 0, (*_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
         _part(_HF_FLASH_ATTENTION, 2, 5.5, selected=_HF_NORM_AGAIN),
         _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
-        _HF_HEAD,
+        LossKernels.SHIFTED,
         flash=True,
         instructions=_EAGER_INSTRUCTIONS,
         eager=True,
