@@ -151,7 +151,8 @@ def _stage3_offload(system: Zero3Offload, decided: Decided) -> dict[str, Any]:
     }
     if not system.offload_param:
         return section
-    return section | _offloaded_parameters(decided, system.pin_parameters)
+    offloaded = _offloaded_parameters(decided, system.pin_parameters)
+    return section | offloaded | {"stage3_max_reuse_distance": system.reuse_distance * MILLION}
 
 
 def _offloaded_parameters(decided: Decided, pinned: bool) -> dict[str, Any]:

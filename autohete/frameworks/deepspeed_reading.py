@@ -169,7 +169,9 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
         groups = {"sub_group_size": str(int(_number(zero, "sub_group_size", 1e9)))}
         return "twin_flow", {"ratio": str(math.ceil(100 * ratio - 1e-9))} | pinned | bucket | groups
     pins = {} if rest == "none" else {"pin_parameters": _switch(parameters, "pin_memory", True)}
-    return name, {"offload_param": "off" if rest == "none" else "on"} | pinned | pins | bucket
+    distance = 0 if rest == "none" else math.ceil(_number(zero, "stage3_max_reuse_distance", 1e9) / MILLION)
+    reuse = {"reuse_distance": str(distance)} if distance else {}
+    return name, {"offload_param": "off" if rest == "none" else "on"} | pinned | pins | bucket | reuse
 
 
 #: The policy for each stage, place of the optimizer and place of the parameters.
@@ -249,6 +251,7 @@ def _notes(config: Mapping[str, Any], zero: Mapping[str, Any], flags: Mapping[st
         yield f"DeepSpeed {RELEASES[DeepSpeed.V2026]} is assumed"
     if "gradient_clipping" not in config and WRITTEN_FOR not in config:
         yield f"gradients are clipped to {_CLIPPED}, as DeepSpeed does since 0.19.2 if gradient_clipping is left out"
-    minor = [key for key in MINOR if key in zero and WRITTEN_FOR not in config]
+    modelled = {"stage3_max_reuse_distance"} if "offload_param" in zero else set()
+    minor = [key for key in MINOR if key in zero and key not in modelled and WRITTEN_FOR not in config]
     if minor:
         yield f"not modelled: {', '.join(minor)}"

@@ -1,8 +1,9 @@
 """No offloading: ordinary training with everything on the GPU. The baseline, and the first to run out of memory.
 
-Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets,
-with stage 3 like FSDP2, where each unit is gathered while the one before it is computed and released after each use. Reductions
-overlap backward, which from stage 2 on waits for a free buffer as in FSDP2 or DeepSpeed.
+Several GPUs train data-parallel: with stage 0 like PyTorch's DistributedDataParallel whose gradients are views of its buckets
+(``gradient_as_bucket_view=True``, not its default; see ``bucket_bytes``), with stage 3 like FSDP2, where each unit is gathered
+while the one before it is computed and released after each use. Reductions overlap backward, which from stage 2 on waits for a
+free buffer as in FSDP2 or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ class Resident:
             (``_post_backward_hook`` in torch/distributed/fsdp/_runtime_utils.py and ``post_backward`` in
             _fully_shard/_fsdp_param_group.py at 2.13). Users are ``no_backward_sync`` of Lightning and, without
             ``sync_each_batch``, the ``Trainer`` of transformers (5.23, ``trainer.py``). Stages 0 and 1 always sum whole ones.
+        bucket_bytes: with stage 0 on several GPUs, bytes per trained parameter of DistributedDataParallel's buckets beside the
+            gradients, which is its default: each gradient is copied to its bucket, and back after the reduction, and buckets
+            live as long as the model (``mark_variable_ready_dense`` and ``finalize_bucket_dense`` in
+            torch/csrc/distributed/c10d/reducer.cpp at 2.13). 2 or 4, the size of a gradient: 4 under autocast, whose gradients
+            are in fp32 as the parameters are. 0: gradients are views. Autocast's 16-bit copies are the model's 16-bit
+            parameters here, and its fp32 parameters the masters; that gradients take 4 bytes then, not 2, is not modelled.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -73,6 +80,7 @@ class Resident:
     reentrant: bool = False
     fused_sums: bool = False
     no_sync: bool = False
+    bucket_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,6 +105,14 @@ class Resident:
             raise InputError(
                 "resident:no_sync leaves out reductions that zero_stage 2 and 3 of PyTorch have, but not zero_stage "
                 f"{self.zero_stage}{' of DeepSpeed' * self.deepspeed}: leave it out"
+            )
+        if self.bucket_bytes not in (0, 2, 4):
+            raise InputError(
+                f"resident:bucket_bytes={self.bucket_bytes} is the size of a gradient in a bucket: give 2 or 4, or 0 for views"
+            )
+        if self.bucket_bytes and (self.zero_stage or self.fused_sums):
+            raise InputError(
+                "resident:bucket_bytes is for DistributedDataParallel: give zero_stage=0 without fused_sums, or leave it out"
             )
         if self.deepspeed and self.in_backward:
             raise InputError("resident:deepspeed updates all at once, not in_backward: leave out one of them")
@@ -125,7 +141,7 @@ class Resident:
                 sums_in_place=self.fused_sums,
                 sums_whole=self.no_sync and profile.hardware.gpus > 1,
                 holds_inputs=self.reentrant and profile.hardware.gpus > 1,
-                footprint=Footprint(gpu_update_bytes=self._update_bytes(profile)),
+                footprint=Footprint(gpu_buffer_bytes=self._bucket_bytes(profile), gpu_update_bytes=self._update_bytes(profile)),
                 flat_buffers=self._flat_buffers,
                 hooks=self._hooks(profile.hardware.gpus),
             )
@@ -142,7 +158,7 @@ class Resident:
     def _flat_buffers(self) -> FlatBuffers:
         if self.zero_stage == 3:
             return ZERO3 if self.deepspeed else FSDP1 if self.fsdp1 else FSDP2
-        return ZERO2 if self.deepspeed else FlatBuffers()
+        return ZERO2 if self.deepspeed else FlatBuffers(reduce_copies=2 if self.bucket_bytes else 0)
 
     def _hooks(self, gpus: int) -> Hooks:
         """DeepSpeed hooks its modules on one GPU as well; there is no use for FSDP then."""
@@ -151,6 +167,12 @@ class Resident:
         if self.zero_stage < 3 or gpus == 1:
             return Hooks()
         return FSDP1_HOOKS if self.fsdp1 else FSDP2_HOOKS
+
+    def _bucket_bytes(self, profile: Profile) -> int:
+        """What buckets beside gradients take."""
+        if profile.hardware.gpus == 1:
+            return 0
+        return self.bucket_bytes * sum(unit.trained_parameters for unit in profile.units)
 
     def _update_bytes(self, profile: Profile) -> int:
         """What is held while one GPU updates its part: one tensor in the format of gradients, and its fp32 cast."""

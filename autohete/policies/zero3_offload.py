@@ -4,9 +4,14 @@ Based on DeepSpeed 0.19.6 at edaa7221. The optimizer is that of :mod:`autohete.p
 the CPU. Parameters on the host (``partition_parameters.py``, ``partitioned_param_coordinator.py``):
 
 - A partition is copied in its own format when its module, or one shortly before it, begins (``fetch_sub_module``), on a stream
-  of its own; several GPUs then gather it. It is released after each use, except that the head stays for backward. Here a unit
-  is fetched during the one before; how far ahead DeepSpeed prefetches depends on ``stage3_prefetch_bucket_size`` and
-  ``stage3_max_live_parameters``, and parameters that are used again within ``stage3_max_reuse_distance`` stay.
+  of its own; several GPUs then gather it. It is released after each use, except that the head stays for backward, and what is
+  used again soon: the modules that follow are counted, parameter by parameter, until they have ``stage3_max_reuse_distance``
+  elements, and what is among them stays (``__params_to_release``, once a step has been traced). Here a unit stays as a whole,
+  and the modules between are those of the units above, forward, in their recomputation and backward, and its own. DeepSpeed's
+  default of 1e9 elements keeps the last few units, or all of a small model; the files that are written set 0. Reuse within
+  backward, of what a recomputation has fetched, is part of the unit's pass.
+- Here a unit is fetched during the one before; how far ahead DeepSpeed prefetches depends on ``stage3_prefetch_bucket_size``.
+  ``stage3_max_live_parameters`` limits this alone.
 - The optimizer's step casts the updated masters into the partitions on the host, so nothing is copied to the GPU.
 - Trained partitions lie in one flat buffer, which is pinned whatever ``offload_param.pin_memory`` is
   (``_create_param_groups_fp16_flat_cpu_memory``); frozen ones are where they were made. With ``pin_memory`` each partition was
@@ -44,6 +49,7 @@ class Zero3Offload:
         pin_memory: ``offload_optimizer.pin_memory``, off by default up to 0.19.4. Off, gradient copies block backward.
         pin_parameters: ``offload_param.pin_memory``. Copies of units with frozen parameters need it to be fast.
         bucket_size: ``reduce_bucket_size`` in millions of elements. ``transformers`` sets the square of the hidden size.
+        reuse_distance: ``stage3_max_reuse_distance`` in millions of elements, 1000 by DeepSpeed's default.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST
@@ -51,11 +57,18 @@ class Zero3Offload:
     pin_memory: bool = True
     pin_parameters: bool = True
     bucket_size: int = 500
+    reuse_distance: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not 1 <= self.bucket_size <= 100_000:
             raise InputError(f"zero3_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        if not 0 <= self.reuse_distance <= 100_000:
+            raise InputError(
+                f"zero3_offload:reuse_distance={self.reuse_distance} must be between 0 and 100000 million elements"
+            )
+        if self.reuse_distance and not self.offload_param:
+            raise InputError("zero3_offload:reuse_distance changes nothing if parameters stay on the GPU: leave it out")
         if not (self.offload_param or self.pin_parameters):
             raise InputError("zero3_offload:pin_parameters=off changes nothing if parameters stay on the GPU: leave it out")
 
@@ -90,9 +103,11 @@ class Zero3Offload:
         trained = [*map(profile.part_of, range(len(profile.units)))]
         leaving = [block for block in range(last + 1) if not tied or block not in (0, last)]
 
+        first_staying = self._first_staying(profile, plan.units)
+
         @cache
-        def offloaded(unit: UnitPlan, *, is_last: bool, pinned: bool) -> UnitPlan:
-            route = Route(HOST_MEMORY, stays_after_forward=is_last, carried=Format(element, pinned))
+        def offloaded(unit: UnitPlan, *, stays: bool, pinned: bool) -> UnitPlan:
+            route = Route(HOST_MEMORY, stays_after_forward=stays, carried=Format(element, pinned))
             return replace(unit, parameters=route, refresh=Format())
 
         # The flat buffer, less what is counted with its units; and what was pinned before.
@@ -102,7 +117,7 @@ class Zero3Offload:
             plan,
             policy="zero3_offload",
             units=tuple(
-                offloaded(unit, is_last=block == last, pinned=self.pin_parameters or not profile.frozen_bytes(block))
+                offloaded(unit, stays=block >= first_staying, pinned=self.pin_parameters or not profile.frozen_bytes(block))
                 if block in leaving
                 else unit
                 for block, unit in enumerate(plan.units)
@@ -114,6 +129,21 @@ class Zero3Offload:
                 host_pinned_buffer_bytes=held.host_pinned_buffer_bytes + flat + before,
             ),
         )
+
+    def _first_staying(self, profile: Profile, units: tuple[UnitPlan, ...]) -> int:
+        """The first of the units that stay between forward and backward."""
+        last = len(units) - 1
+        tied = profile.units[0].parameters if profile.workload.tied_embeddings else 0  # the head uses this matrix
+        first, distance = last, 2 * (profile.units[last].parameters + tied)
+        while first > profile.first_trained:
+            below = first - 1
+            if distance + profile.units[below].parameters >= self.reuse_distance * 1_000_000:
+                break
+            first, distance = (
+                below,
+                distance + (2 + (units[below].activations is not Activations.KEEP)) * profile.units[below].parameters,
+            )
+        return first
 
 
 SYSTEM = Zero3Offload

@@ -257,6 +257,7 @@ ROUND_TRIPS = [
     "zero3_offload",
     "zero3_offload:offload_param=off,pin_memory=off",
     "zero3_offload:pin_parameters=off,bucket_size=17",
+    "zero3_offload:reuse_distance=500",
     "zero_infinity",
     "zero_infinity:offload_param,pipeline,reduce_scatter=off",
     "resident:zero_stage=1,deepspeed",
@@ -299,7 +300,7 @@ MEANINGS = [
     ({}, "resident"),
     (
         {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
-        "zero3_offload:offload_param,pin_memory,pin_parameters,bucket_size=5",
+        "zero3_offload:offload_param,pin_memory,pin_parameters,bucket_size=5,reuse_distance=1000",
     ),
     (
         {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import accumulate
@@ -224,10 +225,54 @@ def test_zero3_offload_without_parameters_is_twin_flow_on_the_cpu() -> None:
     profile, mine = planned("zero3_offload:checkpointing=full,offload_param=off")
     _, other = planned("twin_flow:checkpointing=full,ratio=100,sub_group_size=1000000000")
     assert (mine.units, mine.rules, mine.footprint) == (other.units, other.rules, other.footprint)
-    for flags, said in [("offload_param=off,pin_parameters=off", "changes nothing"), ("bucket_size=0", "between 1 and 100000")]:
+    for flags, said in [
+        ("offload_param=off,pin_parameters=off", "changes nothing"),
+        ("offload_param=off,reuse_distance=1000", "changes nothing"),
+        ("bucket_size=0", "between 1 and 100000"),
+    ]:
         with pytest.raises(InputError, match=f"zero3_offload:.*{said}"):
             parse_policy(f"zero3_offload:{flags}")
     assert profile.hardware is NODE
+
+
+def released(elements: Sequence[int], recomputed: bool, distance: int) -> list[bool]:
+    """Whether each module is released after its forward, if it has so many elements, by the search of DeepSpeed 0.19.6 through
+    the modules that follow (``__params_to_release``). The first and the last module, embedding and head, are not recomputed.
+    """
+    count = len(elements)
+    order = [*range(count)]
+    for one in reversed(range(count)):
+        order += [one, one] if recomputed and 0 < one < count - 1 else [one]
+    found = []
+    for step in range(count):
+        traversed, release = 0, True
+        for after in order[step + 1 :]:
+            if traversed >= distance:
+                break
+            release &= after != step
+            traversed += elements[after]
+        found.append(release)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize("distance", [0, 1, 300, 1000, 100_000])
+def test_zero3_keeps_what_it_soon_uses_again(distance: int, checkpointing: str, tied: bool) -> None:
+    """Units stay that DeepSpeed's search would not release, but for one whose own elements end it; the head always stays."""
+    profile = analytic_profile(replace(FP16, tied_embeddings=tied), NODE)
+    policy = parse_policy(f"zero3_offload:checkpointing={checkpointing},reuse_distance={distance}")
+    plan = policy.plan(profile, judge_for(profile))
+    elements = [unit.parameters for unit in profile.units]
+    elements[-1] += elements[0] * tied
+    expected = [not one for one in released(elements, checkpointing == "full", 1_000_000 * distance)]
+    stays = [unit.parameters.stays_after_forward for unit in plan.units]
+    inner = slice(1, len(elements) - 1)
+    assert stays[-1] == (not tied)
+    assert 0 <= sum(expected[inner]) - sum(stays[inner]) <= 1
+    assert sorted(stays[inner]) == stays[inner]  # the last ones
+    if distance == 100_000:
+        assert all(stays[inner])
 
 
 # --- the others ---------------------------------------------------------------------------------------------------

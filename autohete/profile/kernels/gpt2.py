@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autohete.errors import check_fields
 from autohete.workload import BlockRole, Kernels, LossKernels
 from autohete.workload.training import FIRST, LAST
 
@@ -235,6 +236,9 @@ class Implementation:
     host_forward: float = 1
     host_backward: float = 1
     lean: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def part(self, role: BlockRole) -> Part:
         """The part for a block of GPT-2, or for one of its sublayers."""
