@@ -102,10 +102,16 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
     )
 
 
+def least_tokens(parallelism: Parallelism) -> int:
+    """The tokens of the shortest sequence that can be divided so; others are a multiple of it."""
+    context = parallelism.context
+    return context * math.lcm(parallelism.along_sequence, 1 if context == 1 else 2)
+
+
 def _sequence_of_rank(tokens: int, parallelism: Parallelism) -> int:
     """The tokens that a GPU has of each sequence."""
     context, between = parallelism.context, parallelism.along_sequence
-    multiple = context * math.lcm(between, 1 if context == 1 else 2)
+    multiple = least_tokens(parallelism)
     if tokens % multiple:
         pieces = "two pieces of it each" if context > 1 else "equal parts of it between products"
         other = ", or sp=off" if between > 1 else ""
