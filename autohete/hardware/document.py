@@ -33,6 +33,8 @@ _MOST_BASES = 16
 _DEEPEST = 8
 #: Figures that can be set where a file leaves them out: a limit of the system, not of the machine, and how nodes are joined.
 ABSENT = ("host.pinned_memory", f"{JOIN}.network_bandwidth", f"{JOIN}.network_latency")
+#: Figures of a place that can be set where its table leaves them out.
+_ABSENT_OF_PLACE = ("both_bandwidth", "update_bandwidth")
 #: Keys that files had before, and what to give instead.
 REPLACED = {
     "gpu.attention_share": "attention runs at the rate of its implementation: give gpu.compute_capability, such as 9.0, and "
@@ -288,7 +290,8 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
             is a plain number and the text is not.
     """
     with_join = joined(document)
-    known = [*figure_keys(with_join), *ABSENT, *WORDS]
+    places = [f"places.{place}.{name}" for place in _tables(document, "places") for name in _ABSENT_OF_PLACE]
+    known = list(dict.fromkeys([*figure_keys(with_join), *ABSENT, *WORDS, *places]))
     changes: dict[str, Any] = {}
     for key, text in overrides.items():
         if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):

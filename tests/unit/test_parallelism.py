@@ -18,6 +18,8 @@ from autohete.simulate import simulate
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Experts
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Training
 
 #: Eight GPUs in a node, and many nodes.
 NODE = load_hardware(
@@ -26,6 +28,7 @@ NODE = load_hardware(
 FREE = replace(NODE, interconnect=Interconnect(8, math.inf, 0.0))
 TENSOR = st.sampled_from((2, 4, 8))
 _HEADS = ContextExchange.ALL_TO_ALL
+MUON = Training(optimizer=Optimizer.MUON)
 
 
 def gpt(**changes: object) -> Workload:
@@ -34,9 +37,9 @@ def gpt(**changes: object) -> Workload:
     return Workload("gpt", 6144, 4, 64, **(shape | changes))  # type: ignore[arg-type]
 
 
-def divided(workload: Workload, tensor: int = 1, *, sequence: bool = True, context: int = 1) -> Profile:
-    parallelism = Parallelism(tensor, sequence, context)
-    return analytic_profile(workload, NODE.shared_by(tensor * context, parallelism))
+def divided(workload: Workload, tensor: int = 1, *, sequence: bool = True, context: int = 1, expert: int = 1) -> Profile:
+    parallelism = Parallelism(tensor, sequence, context, expert=expert)
+    return analytic_profile(workload, NODE.shared_by(tensor * context * expert, parallelism))
 
 
 @given(tensor=TENSOR, batch=st.integers(1, 4), heads=st.sampled_from((32, 64)))
@@ -263,6 +266,20 @@ def test_what_cannot_be_divided_is_refused(workload: Workload, parallelism: Para
         analytic_profile(
             workload, hardware.shared_by(parallelism.tensor * parallelism.context * parallelism.expert, parallelism)
         )
+
+
+@pytest.mark.parametrize("name", ["qwen1.5-moe-a2.7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("expert", [2, 4])
+def test_tensors_of_a_gpu_are_of_its_experts(name: str, expert: int) -> None:
+    """Those of its own experts, none of negative size, and the states of an optimizer of matrices are theirs."""
+    workload = replace(read_model(name), sequence_length=1024, batch_size=1)
+    part = divided(workload, expert=expert).of_rank
+    for unit in range(part.unit_count):
+        sizes = [one.parameters for one in part.tensors(unit)]
+        assert min(sizes) > 0
+        assert sum(sizes) == part.unit_parameters(unit)
+    alone, each = (divided(replace(workload, training=MUON), expert=count).units[1].state_bytes or 0 for count in (1, expert))
+    assert alone / expert <= each < alone / expert * 1.5
 
 
 @pytest.mark.parametrize("units", Units)
