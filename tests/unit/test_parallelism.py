@@ -305,8 +305,9 @@ def test_pipelines_of_groups_share_a_batch() -> None:
     assert (simulation.plan.ranks, hardware.gpus, hardware.all_gpus) == (2, 4, 8)
     tokens = 2 * 4 * workload.tokens
     assert simulation.tokens_per_second == pytest.approx(tokens / simulation.iteration_seconds)
-    with pytest.raises(InputError, match="choose a policy such as pipeline"):
-        simulate(workload, hardware, parse_policy("resident"))
+    for policy, cure in (("resident", "choose a policy such as pipeline"), ("pipeline:ranks=4", "leave its ranks out")):
+        with pytest.raises(InputError, match=cure):
+            simulate(workload, hardware, parse_policy(policy))
 
 
 def test_pipelines_leave_gpus_to_divide_sequences_and_experts() -> None:
