@@ -66,12 +66,23 @@ def largest_member(
         policies: names with flags; None: all that are registered.
         least_tokens_per_second: models that train more slowly are too large.
         run: works through many calls, such as in several processes.
+
+    Raises:
+        InputError: the hardware trains none of them in this way.
     """
     names = longest_first(default_policies(hardware.gpus, hardware.parallelism.pipeline) if policies is None else policies)
     order = sorted(models, key=lambda model: (-model.parameters, model.name))
     too_large: list[tuple[Workload, str]] = []
+    refused: list[Workload] = []
     for place, model in enumerate(order):
-        profile = analytic_profile(model, hardware)
+        try:
+            profile = analytic_profile(model, hardware)
+        except InputError as error:  # such as heads that the GPUs cannot divide
+            if place == len(order) - 1 == len(refused):
+                raise
+            refused.append(model)
+            too_large.append((model, str(error)))
+            continue
         if not (reason := _why_not(profile, names)):
             best, *_ = ranked(run(model.name, [Judged(profile, (name,)) for name in names]))
             rate = best.summary.tokens_per_second or 0.0

@@ -230,10 +230,10 @@ def check_keys(keys: Sequence[str], nodes: Iterable[str]) -> None:
         InputError: there is no such key, or a key is given twice.
     """
     from autohete.hardware import written_figures
-    from autohete.hardware.document import ABSENT, WORDS
+    from autohete.hardware.document import settable
 
-    figures = dict.fromkeys(figure.key for node in nodes for figure in written_figures(node))
-    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures, *ABSENT, *WORDS])
+    figures = settable(figure.key for node in nodes for figure in written_figures(node))
+    allowed = dict.fromkeys([POLICY, *_TOP, *_SHAPE, *figures])
     meant = [SHORT_FOR.get(key, key) for key in keys]
     for key, meaning in zip(keys, meant, strict=True):
         if key not in allowed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache, lru_cache, reduce
@@ -32,7 +32,9 @@ _MOST_BASES = 16
 #: A figure is ``table.table.figure.value``; tables nested deeper than this mean nothing.
 _DEEPEST = 8
 #: Figures that can be set where a file leaves them out: a limit of the system, not of the machine, and how nodes are joined.
-ABSENT = ("host.pinned_memory", f"{JOIN}.network_bandwidth", f"{JOIN}.network_latency")
+_ABSENT = ("host.pinned_memory", f"{JOIN}.network_bandwidth", f"{JOIN}.network_latency")
+#: Figures of a place that can be set where its table leaves them out.
+_ABSENT_OF_PLACE = ("both_bandwidth", "update_bandwidth")
 #: Keys that files had before, and what to give instead.
 REPLACED = {
     "gpu.attention_share": "attention runs at the rate of its implementation: give gpu.compute_capability, such as 9.0, and "
@@ -280,6 +282,14 @@ def follows(source: str) -> str | None:
     return source.removeprefix(_IN_PROPORTION).partition(";")[0] if source.startswith(_IN_PROPORTION) else None
 
 
+def settable(figures: Iterable[str]) -> list[str]:
+    """Return the dotted keys that can be set where a hardware has ``figures``."""
+    figures = tuple(figures)
+    places = dict.fromkeys(key.split(".")[1] for key in figures if key.startswith("places."))
+    absent = [f"places.{place}.{name}" for place in places for name in _ABSENT_OF_PLACE]
+    return list(dict.fromkeys([*figures, *_ABSENT, *absent, *WORDS]))
+
+
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Mapping[str, Any]:
     """Return ``document`` with the figures ``overrides``, dotted key -> text with unit, or the word of one of :data:`WORDS`.
 
@@ -288,7 +298,7 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, str]) -> Map
             is a plain number and the text is not.
     """
     with_join = joined(document)
-    known = [*figure_keys(with_join), *ABSENT, *WORDS]
+    known = settable(figure_keys(with_join))
     changes: dict[str, Any] = {}
     for key, text in overrides.items():
         if document.get("unified") is True and key.partition(".")[0] in ("host", "links"):

@@ -96,6 +96,8 @@ class Parallelism:
 
 #: A GPU computes its batch by itself.
 ALONE = Parallelism()
+#: More GPUs are refused.
+_DIGITS = 7
 #: How it is written.
 _FORM = "write it such as tp=4,cp=2,dp=2; keys are tp, sp (on or off), cp, comm (p2p or a2a), ep, pp and dp"
 
@@ -123,6 +125,11 @@ def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism
         raise InputError(f"parallel sp={given['sp'][:40]} is neither on nor off: {_FORM}")
     if given.get("comm", "p2p") not in ("p2p", "a2a"):
         raise InputError(f"parallel comm={given['comm'][:40]} is neither p2p nor a2a: {_FORM}")
+    for how, of in (("sp", "tp"), ("comm", "cp")):
+        if how in given and of not in given:
+            raise InputError(
+                f"parallel {how}={given[how]} describes {of}, but there is no {of}: give {of}=N as well, or leave it out"
+            )
     exchange = ContextExchange(given.get("comm", "p2p"))
     parallelism = Parallelism(
         divided["tp"], given.get("sp", "on") == "on", divided["cp"], exchange, divided["ep"], divided["pp"]
@@ -137,6 +144,6 @@ def parse_parallel(text: str | None, gpus: int | None) -> tuple[int, Parallelism
 
 
 def _count(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise InputError(f"parallel {key}={text[:40]} is not a whole number from 1 on: {_FORM}")
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) >= 1):
+        raise InputError(f"parallel {key}={text[:40]} is not a whole number from 1 on, of up to {_DIGITS} digits: {_FORM}")
     return int(text)

@@ -189,9 +189,10 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     hardware = profile.hardware
     asked = hardware.parallelism.pipeline
     if asked not in (1, plan.ranks):
+        cure = "leave its ranks out" if plan.is_pipeline else "choose a policy such as pipeline"
         raise InputError(
             f"{asked} GPUs are to share a pipeline (pp={asked}), but {plan.policy} gives {plan.ranks} a part of the model: "
-            "choose a policy such as pipeline, or leave pp out"
+            f"{cure}, or leave pp out"
         )
     if plan.is_pipeline:
         _check_pipeline(profile, plan)

@@ -85,18 +85,41 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
         )
     if parallelism.expert > 1:
         _check_experts(workload, parallelism.expert)
-    sequence = _divided(workload.sequence_length, context, "tokens of a sequence")
     whole = workload.architecture
     if whole is None:
         block = gpt2_block(workload.hidden_size, workload.heads)
         whole = Architecture((block,), Norm.LAYER, positions=workload.sequence_length)
+    blocks = tuple([_narrower(block, parallelism) for block in whole.blocks])
+    for block in blocks:
+        _check_heads(block.mixer, parallelism)
+    sequence = _sequence_of_rank(workload.sequence_length, parallelism)
     return replace(
         workload,
         sequence_length=sequence,
         document_length=None if workload.document_length is None else min(workload.document_length, sequence),
         vocabulary_size=-(-workload.vocabulary_size // tensor),
-        architecture=replace(whole, blocks=tuple([_narrower(block, parallelism) for block in whole.blocks])),
+        architecture=replace(whole, blocks=blocks),
     )
+
+
+def least_tokens(parallelism: Parallelism) -> int:
+    """The tokens of the shortest sequence that can be divided so; others are a multiple of it."""
+    context = parallelism.context
+    return context * math.lcm(parallelism.along_sequence, 1 if context == 1 else 2)
+
+
+def _sequence_of_rank(tokens: int, parallelism: Parallelism) -> int:
+    """The tokens that a GPU has of each sequence."""
+    context, between = parallelism.context, parallelism.along_sequence
+    multiple = least_tokens(parallelism)
+    if tokens % multiple:
+        pieces = "two pieces of it each" if context > 1 else "equal parts of it between products"
+        other = ", or sp=off" if between > 1 else ""
+        raise InputError(
+            f"a sequence of {tokens} tokens cannot be divided by {parallelism}, whose GPUs have {pieces}: give a multiple of "
+            f"{multiple} tokens{other}"
+        )
+    return tokens // context
 
 
 def _check_experts(workload: Workload, expert: int) -> None:
@@ -118,6 +141,26 @@ def _narrower(block: Block, parallelism: Parallelism) -> Block:
     if isinstance(part, Experts) and parallelism.expert > 1:
         part = replace(part, held=_divided(part.count, parallelism.expert, "experts"))
     return replace(block, mixer=_mixer(block.mixer, parallelism.tensor), feed_forward=part)
+
+
+def _check_heads(mixer: Mixer, parallelism: Parallelism) -> None:
+    """Refuse heads of a GPU that cannot be exchanged for tokens in equal parts, as ``AttnFuncWithCPAndQKVOA2A`` does."""
+    if parallelism.context == 1 or parallelism.exchange is not ContextExchange.ALL_TO_ALL:
+        return
+    counts: tuple[tuple[int, str], ...]
+    match mixer:
+        case Attention():
+            counts = (mixer.heads, "heads"), (mixer.key_value_heads, "heads of keys and values")
+        case LatentAttention():
+            counts = ((mixer.heads, "heads"),)
+        case LinearAttention():
+            counts = (mixer.key_heads, "heads of keys"), (mixer.value_heads, "heads of values")
+    for count, what in counts:
+        if count % parallelism.context:
+            raise InputError(
+                f"{count} {what} on a GPU cannot be exchanged in equal parts (cp={parallelism.context},comm=a2a): give cp a "
+                f"divisor of {count}, or comm=p2p"
+            )
 
 
 def _mixer(mixer: Mixer, tensor: int) -> Mixer:

@@ -295,10 +295,11 @@ class _Roofline(Rates):
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             results = tuple(self._results(unit))
-            # The table's workspaces include the output, and in backward its gradient and that of the input.
+            # The table's workspaces include the output, and in backward its gradient and that of the input. Of a narrow MLP
+            # those two alone are more.
             workspaces = (
                 (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
-                (part.backward_workspace - 2) * whole_bytes
+                max(part.backward_workspace - 2, 0.0) * whole_bytes
                 + part.backward_score_workspace * element * scores
                 + added.workspace_bytes,
             )

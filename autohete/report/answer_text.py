@@ -336,7 +336,7 @@ def _shortage(summary: Summary) -> str:
         **{name: (use.peak_bytes, use.capacity_bytes) for name, use in summary.places.items()},
     }
     used, capacity = peaks.get(memory, (None, None))
-    if used is None or capacity is None:
+    if used is None or not capacity:  # without a capacity, there is no such place, or none that does what the plan wants
         return _fact(summary)
     return f"needs {format_bytes(used)} of {memory_name(memory)}, there are {format_bytes(capacity)}"
 

@@ -10,6 +10,7 @@ from autohete.hardware import Hardware
 from autohete.plan import Plan
 from autohete.plan.policy import Judgement, Policy, Verdict
 from autohete.profile import Profile, analytic_profile
+from autohete.profile.divided import least_tokens
 from autohete.simulate import judge_for, simulate_plan
 from autohete.workload import LIMITS, Workload
 
@@ -73,30 +74,47 @@ def largest(workload: Workload, hardware: Hardware, policy: Policy, figure: Grow
     """The largest ``figure`` with which ``workload`` fits under ``policy``; one more does not.
 
     Doubles the figure until it does not fit, and halves the interval. A policy that searches may fit again above; that is not
-    looked for. It searches only until a plan fits.
+    looked for. It searches only until a plan fits. Sequences are as long as the GPUs can divide, and blocks at least as many as
+    the policy takes, such as one for each stage of a pipeline.
 
     Raises:
         InputError: the policy cannot plan the workload at all.
     """
+    step = least_tokens(hardware.parallelism) if figure is GrowingFigure.SEQUENCE else 1
+
+    def grown(value: int) -> Workload:
+        return replace(workload, **{figure: value * step})  # type: ignore[arg-type]
 
     def why_not(value: int) -> str:
         """Why it does not fit; empty if it does."""
-        if value > LIMITS[figure]:
+        if value * step > LIMITS[figure]:
             return f"{figure} is at most {LIMITS[figure]:,}"
         try:
-            grown = analytic_profile(replace(workload, **{figure: value}), hardware)  # type: ignore[arg-type]
+            profile = analytic_profile(grown(value), hardware)
         except InputError as error:  # such as more tokens than learned positions
             return str(error)
-        return misfit(grown, policy)
+        return misfit(profile, policy)
 
-    fits, too_many = 0, 1
-    while not (limit := why_not(too_many)):
+    def first() -> tuple[int, str]:
+        """The least value that the policy takes, and why that does not fit."""
+        given = workload.transformer_blocks if figure is GrowingFigure.BLOCKS else 1
+        for value in range(1, given):
+            try:
+                return value, why_not(value)
+            except InputError:
+                continue
+        return given, why_not(given)
+
+    fits, (too_many, limit) = 0, first()
+    least = too_many
+    while not limit:
         fits, too_many = too_many, 2 * too_many
-    while too_many - fits > 1:
+        limit = why_not(too_many)
+    while fits and too_many - fits > 1:
         middle = (fits + too_many) // 2
         reason = why_not(middle)
         if reason:
             too_many, limit = middle, reason
         else:
             fits = middle
-    return Largest(replace(workload, **{figure: max(fits, 1)}), figure, fits, limit)  # type: ignore[arg-type]
+    return Largest(grown(fits or least), figure, fits * step, limit)

@@ -293,7 +293,7 @@ def _layers(block: Block, h: int, component: Mixer | FeedForward) -> Iterator[Li
         case Mlp():
             yield from _mlp(block, h, component)
         case Experts():
-            yield from _mlp(block, h, component.expert, component.active, component.count)
+            yield from _mlp(block, h, component.expert, component.active, component.here)
             if component.shared is not None:
                 yield from _mlp(block, h, component.shared)
 

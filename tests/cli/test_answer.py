@@ -397,6 +397,13 @@ def test_the_least_memory_is_enough_and_less_is_not(policy: str) -> None:
     assert found.binds == (GPU_MEMORY,)
 
 
+def test_a_place_that_cannot_hold_a_plan_has_a_reason() -> None:
+    """It does not compute, which is no lack of bytes."""
+    text = said(answer(policies=("resident", "smart_infinity")))
+    assert "in nvme, which does not compute on" in text
+    assert "there are 0 B" not in text
+
+
 def test_of_equal_needs_the_most_tokens_decide() -> None:
     """A pipeline whose stages share a batch may have the shorter iteration, and still be slower."""
     pipeline = Need((GPU_MEMORY,), 8 * GIB, 64 * GIB, None, "pipeline", 1.0, 2000.0)

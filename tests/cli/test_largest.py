@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command import autohete, refused
 
-from autohete.errors import InfeasibleError
-from autohete.hardware import load_hardware
+from autohete.answer.members import largest_member, members
+from autohete.errors import InfeasibleError, InputError
+from autohete.hardware import load_hardware, parse_parallel
 from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
-from autohete.simulate import simulate_policy
+from autohete.simulate import simulate, simulate_policy
 from autohete.simulate.largest import GrowingFigure, largest
 from autohete.workload import Workload
 from autohete.workload.config import read_model
@@ -70,6 +71,36 @@ def test_a_task_that_would_last_years_limits_a_sequence() -> None:
     found = largest(SMALL, endless, parse_policy("resident"), GrowingFigure.SEQUENCE)
     assert found.value > 1
     assert "would last" in found.limit
+
+
+@pytest.mark.parametrize(
+    ("parallel", "figure", "step"),
+    [("cp=2", "sequence_length", 4), ("tp=4", "sequence_length", 4), ("pp=4", "transformer_blocks", 1)],
+)
+def test_what_gpus_divide_grows_as_they_can(parallel: str, figure: GrowingFigure, step: int) -> None:
+    """A sequence by as many tokens as are needed for equal parts, and a pipeline from a block for each stage on."""
+    node = load_hardware("h100-8gpu", {"gpu.memory": "1100MiB"}).shared_by(*parse_parallel(parallel, None))
+    policy = parse_policy("pipeline" if "pp" in parallel else "resident")
+    figure = GrowingFigure(figure)
+    found = largest(SMALL, node, policy, figure)
+    assert found.value >= 4
+    assert found.value % step == 0
+    assert simulate(found.workload, node, policy).verdict is Verdict.OK
+    more = replace(SMALL, **{figure: found.value + step})  # type: ignore[arg-type]
+    assert simulate(more, node, policy).verdict is not Verdict.OK
+
+
+def test_members_that_gpus_cannot_divide_are_left_out() -> None:
+    """The largest of the others is named, and why larger ones do not train; if none can be divided, that is the answer."""
+    hardware = load_hardware("h100-8gpu")
+    found = largest_member(members("gpt2"), hardware.shared_by(*parse_parallel("tp=4", None)), ["resident"])
+    assert found.workload is not None
+    assert found.workload.name == "gpt2-large"
+    assert [(model.name, reason.partition(":")[0]) for model, reason in found.too_large] == [
+        ("gpt2-xl", "25 heads cannot be divided among 4 GPUs")
+    ]
+    with pytest.raises(InputError, match="has no experts"):
+        largest_member(members("gpt2"), hardware.shared_by(*parse_parallel("ep=2", None)), ["resident"])
 
 
 def test_the_command_says_what_is_largest() -> None:

@@ -158,7 +158,24 @@ def values(option: Option) -> st.SearchStrategy[str] | None:
         return st.sampled_from(_NO_ITEMS if name == "--set" else _NO_AXES)
     if name == "--parallel":
         return st.sampled_from(
-            ["", "tp", "tp=", "tp=0", "tp=-1", "tp=x", "tp=2,tp=2", "sp=2", "comm=x", "zp=2", "tp=٣", ESCAPE, "\udcff"]
+            [
+                "",
+                "tp",
+                "tp=",
+                "tp=0",
+                "tp=-1",
+                "tp=" + "9" * 5000,
+                "sp=off",
+                "comm=a2a",
+                "tp=x",
+                "tp=2,tp=2",
+                "sp=2",
+                "comm=x",
+                "zp=2",
+                "tp=٣",
+                ESCAPE,
+                "\udcff",
+            ]
         )
     if name in _QUANTITIES:
         return st.sampled_from(_NO_QUANTITIES)

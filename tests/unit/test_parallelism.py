@@ -1,6 +1,7 @@
 """GPUs that divide each batch: tensors, what lies between them along the sequence, and the sequence itself."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from autohete.hardware import ContextExchange, Interconnect, Parallelism, load_h
 from autohete.policies import parse_policy, search_space
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import simulate
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import Experts
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Training
 
 #: Eight GPUs in a node, and many nodes.
 NODE = load_hardware(
@@ -24,6 +27,8 @@ NODE = load_hardware(
 )
 FREE = replace(NODE, interconnect=Interconnect(8, math.inf, 0.0))
 TENSOR = st.sampled_from((2, 4, 8))
+_HEADS = ContextExchange.ALL_TO_ALL
+MUON = Training(optimizer=Optimizer.MUON)
 
 
 def gpt(**changes: object) -> Workload:
@@ -32,9 +37,9 @@ def gpt(**changes: object) -> Workload:
     return Workload("gpt", 6144, 4, 64, **(shape | changes))  # type: ignore[arg-type]
 
 
-def divided(workload: Workload, tensor: int = 1, *, sequence: bool = True, context: int = 1) -> Profile:
-    parallelism = Parallelism(tensor, sequence, context)
-    return analytic_profile(workload, NODE.shared_by(tensor * context, parallelism))
+def divided(workload: Workload, tensor: int = 1, *, sequence: bool = True, context: int = 1, expert: int = 1) -> Profile:
+    parallelism = Parallelism(tensor, sequence, context, expert=expert)
+    return analytic_profile(workload, NODE.shared_by(tensor * context * expert, parallelism))
 
 
 @given(tensor=TENSOR, batch=st.integers(1, 4), heads=st.sampled_from((32, 64)))
@@ -224,6 +229,9 @@ def test_parallel_is_read(text: str | None, gpus: int | None, expected: tuple[in
         ("tp=4", 6, "a multiple of 4"),
         ("tp=2,dp=2", 8, "divides 4 GPUs"),
         ("zp=2", None, "is not understood"),
+        ("tp=" + 5000 * "9", None, "whole number from 1 on, of up to 7 digits"),
+        ("sp=off,cp=2", None, "there is no tp"),
+        ("comm=a2a,tp=2", None, "there is no cp"),
     ],
 )
 def test_parallel_says_what_to_give(text: str, gpus: int | None, said: str) -> None:
@@ -238,16 +246,49 @@ def test_parallel_says_what_to_give(text: str, gpus: int | None, said: str) -> N
         (gpt(), Parallelism(3), "64 heads cannot be divided among 3 GPUs"),
         (gpt(), Parallelism(context=2), "use fused"),
         (gpt(), Parallelism(expert=2), "has no experts"),
-        (gpt(kernels=Kernels.FUSED, sequence_length=2047), Parallelism(context=2), "2047 tokens of a sequence"),
+        (gpt(kernels=Kernels.FUSED, sequence_length=2047), Parallelism(context=2), "2047 tokens .* multiple of 4"),
+        (gpt(kernels=Kernels.FUSED, sequence_length=2050), Parallelism(context=2), "2050 tokens .* multiple of 4"),
+        (gpt(sequence_length=2047), Parallelism(2), "2047 tokens .* multiple of 2 tokens, or sp=off"),
+        (gpt(kernels=Kernels.FUSED), Parallelism(context=8, tensor=8, exchange=_HEADS), None),
+        (gpt(kernels=Kernels.FUSED), Parallelism(context=16, tensor=8, exchange=_HEADS), "8 heads on a GPU .*comm=p2p"),
+        (
+            replace(read_model("llama-3.1-8b"), sequence_length=2048),
+            Parallelism(context=16, exchange=_HEADS),
+            "8 heads of keys",
+        ),
+        (replace(read_model("llama-3.1-8b"), sequence_length=2048), Parallelism(context=16), None),
     ],
 )
-def test_what_cannot_be_divided_is_refused(workload: Workload, parallelism: Parallelism, said: str) -> None:
-    """Heads, widths and sequences divide evenly, and sequences only where attention is fused."""
+def test_what_cannot_be_divided_is_refused(workload: Workload, parallelism: Parallelism, said: str | None) -> None:
+    """Heads, widths and sequences divide evenly, also heads that are exchanged, and sequences only where attention is fused."""
     hardware = replace(NODE, interconnect=replace(NODE.interconnect, gpus=6)) if parallelism.tensor == 3 else NODE  # type: ignore[type-var]
-    with pytest.raises(InputError, match=said):
+    with nullcontext() if said is None else pytest.raises(InputError, match=said):
         analytic_profile(
             workload, hardware.shared_by(parallelism.tensor * parallelism.context * parallelism.expert, parallelism)
         )
+
+
+@pytest.mark.parametrize("name", ["qwen1.5-moe-a2.7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("expert", [2, 4])
+def test_tensors_of_a_gpu_are_of_its_experts(name: str, expert: int) -> None:
+    """Those of its own experts, none of negative size, and the states of an optimizer of matrices are theirs."""
+    workload = replace(read_model(name), sequence_length=1024, batch_size=1)
+    part = divided(workload, expert=expert).of_rank
+    for unit in range(part.unit_count):
+        sizes = [one.parameters for one in part.tensors(unit)]
+        assert min(sizes) > 0
+        assert sum(sizes) == part.unit_parameters(unit)
+    alone, each = (divided(replace(workload, training=MUON), expert=count).units[1].state_bytes or 0 for count in (1, expert))
+    assert alone / expert <= each < alone / expert * 1.5
+
+
+@pytest.mark.parametrize("units", Units)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-2b", "phi-4-mini"])
+def test_narrow_sublayers_have_no_less_than_no_workspace(name: str, units: Units) -> None:
+    """Whatever the number of GPUs that divide tensors."""
+    workload = replace(read_model(name), sequence_length=1024, batch_size=1, units=units)
+    profile = divided(workload, 4 if name == "gemma-2-2b" else 8)
+    assert all(min(unit.forward_workspace_bytes, unit.backward_workspace_bytes) >= 0 for unit in profile.units)
 
 
 def test_groups_stay_within_a_node() -> None:
@@ -264,8 +305,9 @@ def test_pipelines_of_groups_share_a_batch() -> None:
     assert (simulation.plan.ranks, hardware.gpus, hardware.all_gpus) == (2, 4, 8)
     tokens = 2 * 4 * workload.tokens
     assert simulation.tokens_per_second == pytest.approx(tokens / simulation.iteration_seconds)
-    with pytest.raises(InputError, match="choose a policy such as pipeline"):
-        simulate(workload, hardware, parse_policy("resident"))
+    for policy, cure in (("resident", "choose a policy such as pipeline"), ("pipeline:ranks=4", "leave its ranks out")):
+        with pytest.raises(InputError, match=cure):
+            simulate(workload, hardware, parse_policy(policy))
 
 
 def test_pipelines_leave_gpus_to_divide_sequences_and_experts() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autohete.cli.axes import check_keys
 from autohete.errors import InfeasibleError, InputError
 from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
@@ -172,6 +173,18 @@ def test_a_place_updates_with_what_rests_in_it(given: dict[str, Any], message: s
     """States and gradients are there, and parameters are not."""
     with pytest.raises(InputError, match=message):
         replace(IN_DRIVES, **given)
+
+
+def test_a_figure_that_a_place_lacks_can_be_set() -> None:
+    """As the error of a place that does not compute says, also in a sweep; a place that is not there has none."""
+    figure = "places.nvme.update_bandwidth"
+    places = load_hardware("rtx4090-workstation", {figure: "6GB/s", "places.nvme.both_bandwidth": "8GB/s"}).places
+    assert [(one.name, one.update_bandwidth, one.both_bandwidth) for one in places] == [("nvme", 6e9, 8e9)]
+    check_keys([figure], ["rtx4090-workstation"])
+    with pytest.raises(InputError, match="unknown hardware figure"):
+        load_hardware("h100-8gpu", {figure: "6GB/s"})
+    with pytest.raises(InputError, match="unknown key of --over"):
+        check_keys([figure], ["h100-8gpu"])
 
 
 def test_smart_infinity_is_faster_the_faster_its_drives_update() -> None:
