@@ -22,7 +22,7 @@ what it saves move apart; here together. A gap is cut in one round there, here i
 from one round to the next stays here from one iteration to the next, and its host copy is not written; there it is fetched once
 a step. The simulator blames objects for stalls, which ranks the blocks to recompute; here the part of a copy that its gap does
 not hide does. All candidates are simulated for each choice of recomputed blocks there, here for the best of the first three
-choices, and at most 14; ``interval-entry``, ``relaxed-stall`` and the coalesced forms are left out. Waits for memory are found
+choices, and 5 to 14 in all, without ``interval-entry``, ``relaxed-stall`` and the coalesced forms. Waits for memory are found
 for two candidates, and only for short iterations if something fits without them. Gradients are not clipped there; here their
 updates follow backward, up to which gradients and parameters stay. Tied weights stay on the GPU.
 """
@@ -60,8 +60,11 @@ _PORTFOLIO = (
     (Score.TRANSFER, False, Trigger.LATEST_SAFE),
     (Score.TRANSFER, True, Trigger.PACKED_FIFO),
 )
-#: How often the budget of a candidate is lowered, how many candidates are simulated, and of how many waits are found.
-_REPAIRS, _SIMULATED, _WAITING = 2, 14, 2
+#: How often the budget of a candidate is lowered, how many candidates are simulated at least and at most, and of how many waits
+#: are found.
+_REPAIRS, _FEWEST, _MOST, _WAITING = 2, 5, 14, 2
+#: Passes over units in all simulations, from which their number follows; a judge estimates more than three micro-batches.
+_PASSES, _ESTIMATED = 900, 3
 #: Up to so many passes over units waits are found though something fits without them: it takes long.
 _FEW_PASSES = 80
 
@@ -112,6 +115,8 @@ class _Search:
         self._blocks = range(max(1, profile.first_trained), len(profile.units) - 1)
         self._known: dict[Plan, _Candidate] = {}
         self._chains: dict[frozenset[int], PassChain] = {}
+        passes = len(profile.units) * min(profile.workload.micro_batches, _ESTIMATED)
+        self._most = min(max(_PASSES // passes, _FEWEST), _MOST)
 
     def best(self, *, recompute: bool) -> Plan:
         """Return the fastest plan that fits."""
@@ -150,7 +155,7 @@ class _Search:
         while faster:
             worth, faster = [*self._worth(current)], False
             for count in halves(len(worth)):
-                if len(self._known) >= _SIMULATED:
+                if self._enough:
                     return
                 found = self._tried(current.recomputed | set(worth[:count]), _PORTFOLIO[:1])
                 if found.rank < current.rank:
@@ -174,7 +179,15 @@ class _Search:
 
     def _tried(self, recomputed: frozenset[int], portfolio: Iterable[tuple[Score, bool, Trigger]]) -> _Candidate:
         """Return the fastest candidate with these recomputed blocks."""
-        return min((self._candidate(recomputed, *one) for one in portfolio), key=lambda one: one.rank)
+        tried: list[_Candidate] = []
+        for one in portfolio:
+            if not tried or not self._enough:
+                tried.append(self._candidate(recomputed, *one))
+        return min(tried, key=lambda one: one.rank)
+
+    @property
+    def _enough(self) -> bool:
+        return len(self._known) >= self._most
 
     def _candidate(self, recomputed: frozenset[int], score: Score, headroom: bool, trigger: Trigger) -> _Candidate:
         """A candidate that fits, or the one that does not with the whole budget."""

@@ -10,7 +10,7 @@ Here a gap is one that a plan has: it is cut in all micro-batches or in none.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,6 +92,11 @@ class ValueGap(NamedTuple):
     def key(self) -> tuple[Gap, int]:
         """Gap and unit."""
         return self.gap, self.unit
+
+    def is_over(self, task: int, early: int) -> bool:
+        """Whether a task is in the gap, which ends ``early`` tasks before the next use."""
+        place = bisect_left(self.spans, (task, -1)) - 1
+        return place >= 0 and self.spans[place][0] < task < self.spans[place][1] - early
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -375,17 +380,13 @@ def fitted(chain: PassChain, capacity_bytes: int, score: Score, *, headroom: boo
                 pressure[one.spans[0][1] - 1] += one.size_bytes
         for at, size in chain.states:
             pressure[at - 1] += size
-    left = {one: _rank(chain, one, score) for one in chain.gaps if one.gap is not Gap.ARRIVAL}
+    left = sorted((one for one in chain.gaps if one.gap is not Gap.ARRIVAL), key=lambda one: _rank(chain, one, score))
     cut: list[ValueGap] = []
-    while left:
-        worst = int(pressure.argmax())
-        if pressure[worst] <= capacity_bytes:
+    while pressure[worst := int(pressure.argmax())] > capacity_bytes:
+        best = next((one for one in left if one.is_over(worst, early)), None)
+        if best is None:
             break
-        options = [one for one in left if any(before < worst < after - early for before, after in one.spans)]
-        if not options:
-            break
-        best = min(options, key=left.__getitem__)
-        del left[best]
+        left.remove(best)
         cut.append(best)
         for before, after in best.spans:
             pressure[before + 1 : max(after - early, before + 1)] -= best.size_bytes
