@@ -77,7 +77,7 @@ class ValueGap(NamedTuple):
         unit: whose value.
         size_bytes: its size.
         written: the host has no copy, so that one is made first.
-        first_use: index of the first pass that uses the value after it was made or brought.
+        first_use: index of the first task that uses the value, without the one that makes it.
         spans: the passes before and after the gap, by index; -1 for one that nothing precedes.
     """
 
@@ -197,9 +197,9 @@ class _Chain:
     def _batches(self) -> range:
         return range(self._profile.workload.micro_batches)
 
-    def _add(self, gap: Gap, unit: int, size: int, written: bool, spans: list[tuple[int, int]]) -> None:
+    def _add(self, gap: Gap, unit: int, size: int, written: bool, first_use: int, spans: list[tuple[int, int]]) -> None:
         if size and spans:
-            self._gaps.append(ValueGap(gap, unit, size, written, spans[0][1], tuple(spans)))
+            self._gaps.append(ValueGap(gap, unit, size, written, first_use, tuple(spans)))
 
     def _parameters(self, unit: int) -> None:
         size, last = self._profile.parameter_bytes(unit), len(self._profile.units) - 1
@@ -211,13 +211,14 @@ class _Chain:
             self._hold(size, 0, len(self._passes) - 1)
             return
         self._hold(size, forwards[0], next(one for one in (update, ends[-1], forwards[-1]) if one is not None))
-        self._add(Gap.ARRIVAL, unit, size, False, [(-1, forwards[0])])
+        self._add(Gap.ARRIVAL, unit, size, False, forwards[0], [(-1, forwards[0])])
         spans = [(there, back) for there, back in zip(forwards, backs, strict=True) if back is not None]
-        self._add(Gap.AFTER_FORWARD, unit, size, False, spans if unit < last else [])  # the head's backward follows at once
+        # The head's backward follows at once.
+        self._add(Gap.AFTER_FORWARD, unit, size, False, forwards[0], spans if unit < last else [])
         between = [
             (there if end is None else end, after) for there, end, after in zip(forwards, ends, forwards[1:], strict=False)
         ]
-        self._add(Gap.AFTER_BACKWARD, unit, size, False, between)
+        self._add(Gap.AFTER_BACKWARD, unit, size, False, forwards[0], between)
 
     def _activations(self, unit: int) -> None:
         profile = self._profile.units[unit]
@@ -238,8 +239,9 @@ class _Chain:
                 self._hold(profile.input_bytes, end, self._at[Kind.BACKWARD, one, unit - 1])
             if forward + 1 < back and unit < last:
                 spans.append((forward, back))
-        if inner:
-            self._add(Gap.KEPT, unit, kept + profile.input_bytes, True, spans)
+        if inner and spans:
+            first_use = spans[0][0 if again else 1]  # forward uses an input
+            self._add(Gap.KEPT, unit, kept + profile.input_bytes, True, first_use, spans)
 
     def _trained(self, unit: int) -> None:
         profile, last = self._profile, self._batches[-1]
@@ -249,7 +251,7 @@ class _Chain:
         self._hold(size, ends[0], update)
         if unit not in self._resident:
             backs = [self._back(unit, one) or end for one, end in zip(self._batches, ends, strict=True)]
-            self._add(Gap.GRADIENTS, unit, size, True, [*zip(ends, backs[1:], strict=False)])
+            self._add(Gap.GRADIENTS, unit, size, True, ends[min(1, last)], [*zip(ends, backs[1:], strict=False)])
         states = profile.state_bytes(unit)
         self._hold(states, update, update)
         self._states.append((update, states))
