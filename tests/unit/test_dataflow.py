@@ -40,7 +40,7 @@ def test_updates_of_clipped_gradients_follow_backward() -> None:
 
 def test_memory_of_the_first_backward_of_a_block() -> None:
     """During B3 the GPU holds the parameters of the embedding and the blocks, 8 + 3 * 16 bytes, what these keep, 4 * 36, the
-    embedding's input, 4, the inputs of blocks 1 to 3, 12, and the gradients of block 3, of its output and its input, 16 + 8. The
+    embedding's input, 4, the inputs of blocks 1 to 3, 12, and the gradients of block 3, its output and its input, 16 + 8. The
     largest temporaries are those of the loss: logits, their gradient and more, 4 + 4 + 8.
     """
     found = chain()
