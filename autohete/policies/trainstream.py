@@ -65,7 +65,7 @@ class TrainStream:
         """See :class:`autohete.plan.policy.Policy`."""
         check_one_gpu("trainstream", profile)
         profile.check_cpu_updates()
-        paging = _Paging.of(profile)
+        paging = BlockPaging.of(profile)
         if self.paged is not None:
             return _plan(profile, paging, spread(min(self.paged, len(paging.blocks)), paging.blocks))
         plan = self._refined(profile, paging, judge)
@@ -78,7 +78,7 @@ class TrainStream:
                 return resident
         return plan
 
-    def _refined(self, profile: Profile, paging: _Paging, judge: Judge) -> Plan:
+    def _refined(self, profile: Profile, paging: BlockPaging, judge: Judge) -> Plan:
         """The plan after the steps in which blocks come and go."""
         paged, stable = paging.first_paged(), 0
         started = bool(paged)
@@ -99,7 +99,7 @@ class TrainStream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Paging:
+class BlockPaging:
     """What the memory planner knows.
 
     Args:
@@ -117,7 +117,7 @@ class _Paging:
     usable_bytes: int
 
     @classmethod
-    def of(cls, profile: Profile) -> _Paging:
+    def of(cls, profile: Profile) -> BlockPaging:
         """What it knows of ``profile``."""
         blocks = tuple(range(1, len(profile.units) - 1))
         usable = profile.hardware.gpu_capacity_bytes
@@ -164,7 +164,7 @@ def spread(count: int, items: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({items[min(len(items) - 1, int((one + 0.5) * len(items) / count))] for one in range(count)}))
 
 
-def _plan(profile: Profile, paging: _Paging, paged: tuple[int, ...], *, pages_activations: bool = False) -> Plan:
+def _plan(profile: Profile, paging: BlockPaging, paged: tuple[int, ...], *, pages_activations: bool = False) -> Plan:
     element, several = profile.element_bytes, profile.workload.micro_batches > 1
     mixed, clips = traffic.is_mixed(profile), profile.workload.clips
     outer = UnitPlan(update=Update(Processor.CPU), gradients=Route(HOST_MEMORY) if several else Route())
