@@ -85,7 +85,7 @@ class Dataflow:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the fastest candidate."""
         check_one_gpu("dataflow", profile)
-        return _Search(profile, judge).best(recompute=self.recompute)
+        return _CandidateSearch(profile, judge).best(recompute=self.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class _Candidate:
         return not self.fits, self.judged.seconds
 
 
-class _Search:
+class _CandidateSearch:
     """The candidates for one profile, each simulated once."""
 
     def __init__(self, profile: Profile, judge: Judge) -> None:
