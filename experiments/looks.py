@@ -71,6 +71,8 @@ LOOKS = {
     "streamed_states": SystemLook("streamed states", "#7A5195", "h", "-."),
     "autohete": SystemLook("AutoHete", BLUE, "o"),
     "autohete:priority=off": SystemLook("AutoHete, no priority", BLUE, "o", hatch="xxxxx"),
+    "dataflow": SystemLook("dataflow", FOREST, "P", "-."),
+    "trainstream": SystemLook("TrainStream", TEAL, "X", ":"),
     "joint": SystemLook("joint", VERMILION, "d", "--"),
 }
 
