@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def model() -> nn.Module:
 
 def allocated(run: torch.profiler.profile) -> int:
     """Bytes that were allocated and not freed while it was recorded, of what was allocated then."""
-    events = run.profiler.kineto_results.events() if run.profiler is not None else []
-    return sum(event.nbytes() for event in events if event.name() == "[memory]")
+    recorded: Any = run.profiler
+    return sum(event.nbytes() for event in recorded.kineto_results.events() if event.name() == "[memory]")
 
 
 def rank_of_two(rank: int, folder: str, views: bool) -> None:
