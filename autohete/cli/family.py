@@ -65,7 +65,7 @@ def largest(
     if json_:
         print(json.dumps(_document(found), indent=2, ensure_ascii=True))
     else:
-        _print(found, question)
+        _print(found, hardware.title)
 
 
 def _document(found: LargestMember) -> dict[str, object]:
@@ -82,17 +82,17 @@ def _document(found: LargestMember) -> dict[str, object]:
     }
 
 
-def _print(found: LargestMember, question: Question) -> None:
+def _print(found: LargestMember, node: str) -> None:
     from autohete.report.tables import console, print_text
 
     out, best, model = console(), found.best, found.workload
     if best is None or model is None:
-        print_text(out, f"no model of the family trains on {question.hardware}")
+        print_text(out, f"no model of the family trains on {node}")
     else:
         s = best.summary
         print_text(
             out,
-            f"{_sized(model)} is the largest that trains on {question.hardware}: {best.name}, {format_seconds(best.seconds)} "
+            f"{_sized(model)} is the largest that trains on {node}: {best.name}, {format_seconds(best.seconds)} "
             f"for {_batch(model)}, {s.tokens_per_second or 0:,.0f} tokens/s, {format_bytes(s.gpu_peak_bytes or 0)} of GPU and "
             f"{format_bytes(s.host_peak_bytes or 0)} of host memory ({s.clock})",
         )

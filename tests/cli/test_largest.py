@@ -101,6 +101,8 @@ def test_members_that_gpus_cannot_divide_are_left_out() -> None:
     ]
     with pytest.raises(InputError, match="has no experts"):
         largest_member(members("gpt2"), hardware.shared_by(*parse_parallel("ep=2", None)), ["resident"])
+    asked = ["largest", "--family", "gpt2", "--hardware", "h100-8gpu", "--parallel", "tp=4", "--policy", "resident"]
+    assert "is the largest that trains on 4 GPUs of h100-8gpu (tp=4): resident, " in autohete(*asked).stdout
 
 
 def test_the_command_says_what_is_largest() -> None:
