@@ -202,7 +202,8 @@ def packed(by_unit: Sequence[Sequence[int]], size: int) -> tuple[frozenset[int],
 
 def _chunks(by_unit: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """The chunk of each tensor."""
-    chunk, left, found = -1, 0, []
+    chunk, left = -1, 0
+    found: list[list[int]] = []
     for tensors in by_unit:
         found.append([])
         for elements in tensors:
@@ -236,13 +237,13 @@ def fetches(steps: tuple[Sequence[int], Sequence[int]], blocks: int) -> tuple[in
         blocks: at least 1.
     """
     forward, order = len(steps[0]), [*steps[0], *steps[1]]
-    following, ahead = [len(order)] * len(order), {}
+    following, ahead = [len(order)] * len(order), dict[int, int]()
     for i in range(len(order) - 1, -1, -1):
         following[i] = ahead.get(order[i], len(order))
         ahead[order[i]] = i
     there: dict[int, int] = {}  # the next use of each chunk in a block
     furthest: list[tuple[int, int]] = []
-    count, again = 0, set()
+    count, again = 0, set[int]()
     for i, chunk in enumerate(order):
         if chunk not in there:
             while len(there) >= blocks:
