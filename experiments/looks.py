@@ -63,6 +63,7 @@ LOOKS = {
     "zero_infinity": SystemLook("ZeRO-Infinity", INDIGO, "8", "-."),
     "mlp_offload": SystemLook("MLP-Offload", FOREST, "H", ":"),
     "ratel": SystemLook("Ratel", ROSE, "D", "-."),
+    "megatrain": SystemLook("MegaTrain", PURPLE, "2", ":"),
     "elixir": SystemLook("Elixir", ORANGE, "4", "-."),
     "slideformer": SystemLook("SlideFormer", SKY, "3", "-."),
     "megatron_hybrid": SystemLook("Megatron-LM, CPU offload", YELLOW, "X", ":"),

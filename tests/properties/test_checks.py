@@ -175,7 +175,7 @@ CASES = [
 
 
 #: Systems that train on one GPU only.
-REFUSE = {("block_swap", 2), ("l2l", 2), ("ratel", 2), ("slideformer", 2)}
+REFUSE = {("block_swap", 2), ("l2l", 2), ("ratel", 2), ("slideformer", 2), ("megatrain", 2)}
 
 
 def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:
