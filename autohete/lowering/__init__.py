@@ -457,6 +457,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> 
         activations.bring(task)
         if task.kind is Kind.RECOMPUTE:
             compute.recompute(task)
+            parameters.after_recompute(task)
             continue
         updates.bring_sums(task)
         compute.backward(task)

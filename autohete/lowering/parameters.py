@@ -104,7 +104,7 @@ class Parameters:
         kind = Kind.PREFETCH_FORWARD if for_forward else Kind.PREFETCH_BACKWARD
         size, priority = self._shards.kept_bytes(unit), unit if for_forward else b.backward_priority(unit)
         read = self._read(user, priority)
-        fetch = self._copies.add(kind, unit, priority, user.micro_batch)
+        fetch = self._copies.add(kind, unit, priority, user.micro_batch, self._time(user))
         b.read(fetch, Value.PARAMETERS, unit, self._source(fetch))
         if read is not None:
             b.free(fetch, passing_parameters(self._profile, unit, read.kind, user.micro_batch))
@@ -136,9 +136,14 @@ class Parameters:
         return read
 
     def _source(self, copy: TaskId) -> str:
-        move = self._copies.find(copy.kind, copy.unit, copy.micro_batch)
+        move = self._copies.find(copy.kind, copy.unit, copy.micro_batch, copy.again)
         assert move is not None, "what is copied moves"
         return move.source
+
+    def _time(self, user: TaskId) -> int:
+        """Index of a fetch among those of a unit that is fetched for each of its recomputations."""
+        comes_again = user.kind is Kind.RECOMPUTE and self._plan.units[user.unit].parameters.comes_again
+        return user.again if comes_again else 0
 
     def _gather(self, user: TaskId, buffer: BufferId, fetch: TaskId | None) -> TaskId:
         """Gather the parameters from all GPUs, after ``fetch`` has brought each part, or from parts that rest on the GPUs."""
@@ -165,6 +170,12 @@ class Parameters:
             self._builder.after(self._copy_home(Kind.WRITE_BACK_FORWARD, unit, 0, forward.micro_batch), forward)
         if self._shards.comes_and_goes(unit) and not self._plan.units[unit].parameters.stays_after_forward:
             self._release(unit)
+
+    def after_recompute(self, recompute: TaskId) -> None:
+        """Release if they come again for a later recomputation."""
+        unit = self._plan.units[recompute.unit]
+        if unit.parameters.comes_again and recompute.again < len(unit.again):
+            self._release(recompute.unit)
 
     def after_update(self, unit: int) -> None:
         """Copy home if the GPU has changed them; release if they do not stay."""
@@ -234,11 +245,14 @@ class Parameters:
         self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
     def _buffer(self, user: TaskId) -> BufferId:
-        """The buffer for the pass ``user``. The use distinguishes what is fetched twice in a micro-batch."""
+        """The buffer for the pass ``user``. The use distinguishes what is fetched twice in a micro-batch, and the index what is
+        fetched for several recomputations.
+        """
         unit = user.unit
         if unit in self._one_use:
             return on_gpu(Value.PARAMETERS, unit, user.micro_batch)
-        return on_gpu(Value.PARAMETERS, unit, user.micro_batch, Kind.FORWARD if user.kind is Kind.FORWARD else Kind.BACKWARD)
+        use = Kind.FORWARD if user.kind is Kind.FORWARD else Kind.BACKWARD
+        return on_gpu(Value.PARAMETERS, unit, user.micro_batch, use, self._time(user))
 
     def _part_of(self, fetch: TaskId) -> BufferId:
         """The buffer of this GPU's part of the parameters, between the host and the gather."""

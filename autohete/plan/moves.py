@@ -98,7 +98,8 @@ class Move(NamedTuple):
         batches: the micro-batches with that moment in which the copy is made.
         pinned: the host's side is pinned memory.
         fresh: the host's side is pageable memory that nothing has touched yet.
-        part: index of the part of the value: of activations, that of :func:`saved_parts`.
+        part: index of the part of the value: of activations, that of :func:`saved_parts`. Of parameters, which come as a whole,
+            that of the recomputation for which they come.
     """
 
     value: Value
@@ -235,7 +236,8 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
             if not route.stays_after_backward:
                 yield fetch
             if not route.stays_after_forward and has_backward:
-                yield fetch._replace(when=When.BEFORE_BACKWARD)
+                for part in range(1 + len(unit.again) * route.comes_again):
+                    yield fetch._replace(when=When.BEFORE_BACKWARD, part=part)
     pinned = route.carried.pinned or not route.moves  # what is only copied home when it has changed has pinned room there
     if route.moves and not route.stays_after_forward:  # what has not changed as well
         size, fresh = sizes.parameter_bytes, route.carried.fresh

@@ -91,6 +91,8 @@ class Route:
         stays_after_backward: they stay from backward to the next forward.
         moves: they are copied home when they leave although they have not changed (systems that *move* instead of copy). After
             backward this is one copy with what the GPU has updated; where the CPU updates, the copy of the gradients counts.
+        comes_again: of a unit that is recomputed several times, they leave after each recomputation but the last, and are
+            fetched for the next one. Otherwise they stay from the first recomputation to backward.
     """
 
     home: str = GPU_MEMORY
@@ -101,6 +103,7 @@ class Route:
     stays_after_forward: bool = False
     stays_after_backward: bool = False
     moves: bool = False
+    comes_again: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -113,6 +116,11 @@ class Route:
             raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
         if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
             raise InputError("only parameters that leave the GPU stay or move: give them another home")
+        if self.comes_again and (self.home != HOST_MEMORY or self.stays_after_forward or self.stays_after_backward):
+            raise InputError(
+                "parameters that are fetched for each recomputation rest on the host, and stay on the GPU after no pass: let "
+                "them rest there, and leave stays_after_forward and stays_after_backward out"
+            )
         if self.far and self.moves:
             raise InputError(f"parameters whose home is {self.home!r} are not copied there unchanged: leave moves out")
 
@@ -134,7 +142,8 @@ class Route:
     @property
     def is_of_parameters(self) -> bool:
         """Whether it says something that only parameters do."""
-        return self.ahead_in_backward is not None or self.stays_after_forward or self.stays_after_backward or self.moves
+        stays = self.stays_after_forward or self.stays_after_backward
+        return self.ahead_in_backward is not None or stays or self.moves or self.comes_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +298,8 @@ class UnitPlan(Hashed):
                 f"states rest in {self.gradients.home} and the CPU update, or let the gradients rest on the host"
             )
         self._check_formats()
+        if self.parameters.comes_again and self.zero_stage == 3:
+            raise InputError("parameters that several GPUs share are gathered once for backward: leave comes_again out")
         if self.parameters_with_states and (
             not self.fetches_states
             or (self.parameters.home, self.states.home) != (HOST_MEMORY, HOST_MEMORY)
@@ -342,8 +353,8 @@ class UnitPlan(Hashed):
     def _check_formats(self) -> None:
         if self.gradients.is_of_parameters or self.kept.is_of_parameters or self.states.is_of_parameters:
             raise InputError(
-                "only parameters stay after a pass, move, or come earlier for one pass than for the other: leave "
-                "stays_after_forward, stays_after_backward, moves and ahead_in_backward out for all else"
+                "only parameters stay after a pass, move, come again, or come earlier for one pass than for the other: leave "
+                "stays_after_forward, stays_after_backward, moves, comes_again and ahead_in_backward out for all else"
             )
         if (self.kept.carried, self.states.carried) != (Format(), Format()):
             raise InputError("activations and optimizer states are copied as they are: leave carried out")

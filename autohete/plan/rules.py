@@ -234,6 +234,43 @@ class Exchanges(Rule):
 
 
 @dataclass(frozen=True, slots=True)
+class HostGradientBuffers(Rule):
+    """Gradients of the last micro-batch share ``count`` buffers on the host, in the order in which they leave the GPU: a copy
+    waits for the update on the CPU that uses what the buffer holds (SlideFormer).
+
+    Args:
+        count: number of buffers.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "count", self.count)
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        last = tasks.passes[-1].micro_batch
+        copies = [copy for copy in tasks.of(Kind.OFFLOAD_GRADIENTS) if copy.micro_batch == last]
+        for copy, before in zip(copies[self.count :], copies, strict=False):
+            tasks.after(copy, tasks.find(Kind.CPU_UPDATE, before.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class OneCopyStream(Rule):
+    """Fetches of parameters for backward and copies of gradients to the host take turns, as on one stream: gradients of a unit
+    follow the parameters of the unit below, and precede those of the next (SlideFormer).
+    """
+
+    def apply(self, tasks: Tasks) -> None:
+        """See :class:`Rule`."""
+        for copy in tasks.of(Kind.OFFLOAD_GRADIENTS):
+            tasks.after(copy, tasks.find(Kind.PREFETCH_BACKWARD, copy.unit - 1, copy.micro_batch))
+            following = tasks.find(Kind.PREFETCH_BACKWARD, copy.unit - 2, copy.micro_batch)
+            if following is not None:
+                tasks.after(following, copy)
+
+
+@dataclass(frozen=True, slots=True)
 class SerialUpdates(Rule):
     """After backward, units are updated one at a time: update and refresh of a unit end before those of the next begin
     (PatrickStar).

@@ -644,6 +644,9 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
         kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes the shard
     elif value is Value.PARAMETERS and _travel_with_states(begin, tasks):
         kinds = tuple(kind for kind in kinds if kind not in _AFTER_BACKWARD)  # the update changes what comes with the states
+    if begin.kind is Kind.PREFETCH_BACKWARD and begin._replace(again=begin.again + 1) in tasks:  # it comes again
+        yield TaskId(Kind.RECOMPUTE, begin.unit, begin.micro_batch, begin.again), 0
+        return
     for kind in kinds:
         micro_batch, later = buffer.micro_batch, 0
         if begin.kind is Kind.PREFETCH_BACKWARD and kind in (Kind.FORWARD, Kind.WRITE_BACK_FORWARD):
@@ -657,7 +660,8 @@ def _users(buffer: BufferId, begin: TaskId, end: TaskId, tasks: set[TaskId]) -> 
             micro_batch = 0
         # The gradient of a unit's input is for the unit below.
         user = TaskId(kind, (unit or 0) - (value is Value.INPUT_GRADIENT), micro_batch)
-        if value is Value.OPTIMIZER_STATES or (value is Value.ACTIVATIONS and kind in _WAY_OF_ACTIVATIONS):
+        came_again = value is Value.PARAMETERS and kind is Kind.RECOMPUTE
+        if came_again or value is Value.OPTIMIZER_STATES or (value is Value.ACTIVATIONS and kind in _WAY_OF_ACTIVATIONS):
             user = user._replace(again=buffer.again)
         if user in tasks:
             yield user, later

@@ -175,7 +175,7 @@ CASES = [
 
 
 #: Systems that train on one GPU only.
-REFUSE = {("block_swap", 2), ("dataflow", 2), ("l2l", 2), ("ratel", 2), ("trainstream", 2)}
+REFUSE = {(name, 2) for name in ("block_swap", "dataflow", "l2l", "megatrain", "ratel", "slideformer", "trainstream")}
 
 
 def faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[str]:

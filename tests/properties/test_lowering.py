@@ -222,7 +222,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
             "joint",
             *strategies.NEED_DRIVES,
             "flashneuron",  # unless its place is the host
-            *(["stronghold", "block_swap"] if profile.workload.clips else []),
+            *(["stronghold", "block_swap", "slideformer"] if profile.workload.clips else []),
         )
         assert name in refuses, "policies with fixed rules return their plan, if there are drives for it"
         return
