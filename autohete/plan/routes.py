@@ -91,6 +91,8 @@ class Route:
         stays_after_backward: they stay from backward to the next forward.
         moves: they are copied home when they leave although they have not changed (systems that *move* instead of copy). After
             backward this is one copy with what the GPU has updated; where the CPU updates, the copy of the gradients counts.
+        stays_for_batches: they are fetched for the first micro-batch and stay until the last has passed, in stages that all
+            micro-batches pass one after another; ``ahead`` then counts the stages before theirs on the same GPU, not passes.
     """
 
     home: str = GPU_MEMORY
@@ -101,6 +103,7 @@ class Route:
     stays_after_forward: bool = False
     stays_after_backward: bool = False
     moves: bool = False
+    stays_for_batches: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -111,8 +114,12 @@ class Route:
             raise InputError("a fetch cannot be a negative number of passes ahead: 0 means synchronous, 1 one pass ahead")
         if self.parts < 1:
             raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
-        if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
+        if self.home == GPU_MEMORY and (
+            self.stays_after_forward or self.stays_after_backward or self.moves or self.stays_for_batches
+        ):
             raise InputError("only parameters that leave the GPU stay or move: give them another home")
+        if self.stays_for_batches and (self.moves or self.stays_after_backward):
+            raise InputError("parameters that stay for all micro-batches of a stage neither move nor stay after its backward")
         if self.far and self.moves:
             raise InputError(f"parameters whose home is {self.home!r} are not copied there unchanged: leave moves out")
 
@@ -134,7 +141,8 @@ class Route:
     @property
     def is_of_parameters(self) -> bool:
         """Whether it says something that only parameters do."""
-        return self.ahead_in_backward is not None or self.stays_after_forward or self.stays_after_backward or self.moves
+        stays = self.stays_after_forward or self.stays_after_backward or self.stays_for_batches
+        return self.ahead_in_backward is not None or stays or self.moves
 
 
 @dataclass(frozen=True, slots=True)
