@@ -48,6 +48,7 @@ LOOKS = {
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
+    "roundpipe": SystemLook("RoundPipe", TEAL, "p", "-."),
     "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),
     "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s", hatch="/////"),

@@ -108,25 +108,26 @@ class Ranks:
         ranks = self.all if task.id in self._together else [rank]
         edges = [Edge(copy, edge.back) for edge in task.after for copy in self._tasks(edge.task, ranks)]
         return task._replace(
-            id=self._id(task.id, rank),
+            id=self.task_id(task.id, rank),
             lane=self.lane_name(task.lane, rank),
             after=tuple(edges),
             allocates=tuple(self.buffer(buffer, r) for r in ranks for buffer in task.allocates),
-            frees=tuple(Free(self._buffer_id(free.id, r), free.back) for r in ranks for free in task.frees),
+            frees=tuple(Free(self.buffer_id(free.id, r), free.back) for r in ranks for free in task.frees),
         )
 
-    def _id(self, task: TaskId, rank: int) -> TaskId:
+    def task_id(self, task: TaskId, rank: int) -> TaskId:
         """Its id on a GPU. A transfer has the rank of its sender on both."""
         return task if task.kind in TRANSFERS else task._replace(rank=rank)
 
     def _tasks(self, task: TaskId, ranks: Iterable[int]) -> list[TaskId]:
-        return [task] if task in self._together else [self._id(task, rank) for rank in ranks]
+        return [task] if task in self._together else [self.task_id(task, rank) for rank in ranks]
 
     def buffer(self, buffer: Buffer, rank: int) -> Buffer:
         """The buffer of one GPU."""
-        return buffer._replace(id=self._buffer_id(buffer.id, rank))
+        return buffer._replace(id=self.buffer_id(buffer.id, rank))
 
-    def _buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
+    def buffer_id(self, buffer: BufferId, rank: int) -> BufferId:
+        """The id of a GPU's buffer."""
         return buffer._replace(memory=self.memory(buffer.memory, rank), rank=rank)
 
     def memories(self, memories: Iterable[Memory]) -> tuple[Memory, ...]:

@@ -13,7 +13,7 @@ from autohete.frameworks import Decided, runs_in
 from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.planner.optimistic import OptimisticJudge
-from autohete.policies import FOUND_SOONER, PIPELINES, POLICIES, NamedPolicy, parse_policy
+from autohete.policies import FOUND_SOONER, PIPELINES, POLICIES, STALE, NamedPolicy, parse_policy
 from autohete.profile import Profile
 from autohete.simulate import Simulation, simulate_policy
 from autohete.simulate.summary import answer_or_refusal, summarize
@@ -23,13 +23,14 @@ JOINT = "joint"
 
 
 def default_policies(gpus: int = 1, pipeline: int = 1) -> tuple[str, ...]:
-    """Every registered system whose plan no other finds sooner; with several GPUs also ordinary training that shards what it
-    needs not replicate. Where so many GPUs are to have stages of a ``pipeline``, those that plan stages.
+    """Every registered system whose plan no other finds sooner, and that trains synchronously; with several GPUs also ordinary
+    training that shards what it needs not replicate. Where so many GPUs are to have stages of a ``pipeline``, those that plan
+    stages.
     """
     if pipeline > 1:
         return PIPELINES
     others = ("resident:zero_stage=2", "resident:zero_stage=3") if gpus > 1 else ()
-    return (*(name for name in POLICIES if name not in FOUND_SOONER), *others)
+    return (*(name for name in POLICIES if name not in (*FOUND_SOONER, *STALE)), *others)
 
 
 def longest_first(names: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from autohete.hardware import Hardware, Place
 from autohete.lowering.activations import OffloadedActivations
 from autohete.lowering.builder import Builder
 from autohete.lowering.clipping import ClippingTasks
-from autohete.lowering.compute import Compute, passes_of
+from autohete.lowering.compute import Compute, begins_of, passes_of
 from autohete.lowering.copies import Copies, lane_between, update_lane
 from autohete.lowering.durations import Duration
 from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth
@@ -34,7 +34,7 @@ from autohete.lowering.tied import copied_parameters, on_one_rank, with_copy
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, PassOrder, Plan, Processor, Route
+from autohete.plan import Activations, DealtStages, PassOrder, Plan, Processor, Route
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -336,6 +336,9 @@ def _check_pipeline(profile: Profile, plan: Plan) -> None:
             f"{neighbours} GPUs divide sequences or experts ({hardware.parallelism}), but only {pipelines} compute the same "
             "units: give the pipeline fewer ranks"
         )
+    if plan.dealt is not None:
+        _check_dealt(profile, plan, plan.dealt)
+        return
     if len(stages) > plan.ranks and plan.pass_order is PassOrder.ONE_FORWARD_ONE_BACKWARD:
         if len(stages) % plan.ranks:
             raise InputError(
@@ -365,6 +368,35 @@ def _check_pipeline(profile: Profile, plan: Plan) -> None:
         )
 
 
+def _check_dealt(profile: Profile, plan: Plan, dealt: DealtStages) -> None:
+    """Refuse what GPUs cannot do that stages are dealt to."""
+    hardware = profile.hardware
+    if not hardware.gpus == plan.ranks <= hardware.gpus_of_node:
+        raise InputError(
+            f"stages are dealt to {plan.ranks} GPUs, but {hardware.gpus} train together, {hardware.gpus_of_node} on a node: "
+            "give as many GPUs, of one node, as what a stage leaves rests on their host"
+        )
+    if dealt.backward[-1] > profile.first_trained:
+        raise InputError(
+            f"unit {profile.first_trained} is trained, but the last stage of backward begins at unit {dealt.backward[-1]}: let "
+            "it begin there or below"
+        )
+    if dealt.backward[1:] and dealt.backward[-2] <= profile.first_trained:
+        raise InputError(
+            f"the last stage of backward has units from {dealt.backward[-1]} to {dealt.backward[-2] - 1}, but none of them has "
+            "a backward: leave that stage out"
+        )
+    for i, unit in enumerate(plan.units):
+        if i >= max(dealt.backward[0], profile.first_trained) and not unit.parameters.stays_after_forward:
+            raise InputError(f"unit {i} is in the stage that computes both passes: let its parameters stay after forward")
+        alone = unit.update.on is Processor.CPU and not (unit.update.share or unit.states.far or unit.gradients.leaves)
+        if not (alone or profile.units[i].is_frozen):
+            raise InputError(
+                f"unit {i} is in stages that are dealt: sum its gradients on the GPU, and let the CPU update all of it with "
+                "states on the host"
+            )
+
+
 def _written_out(hardware: Hardware, plan: Plan) -> Ranks:
     """The ranks of one of the pipelines, which all do the same."""
     return Ranks(hardware, pipelines=hardware.gpus // plan.ranks)
@@ -372,13 +404,14 @@ def _written_out(hardware: Hardware, plan: Plan) -> Ranks:
 
 def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer], ranks: Ranks) -> Iterator[Buffer]:
     """What is permanently allocated on each rank: of its units, and what every rank holds besides."""
+    having = plan.backward_ranks()
     for buffer in resident:
-        some = ranks.all if buffer.id.unit is None else [plan.units[buffer.id.unit].rank or 0]
+        some = ranks.all if buffer.id.unit is None else [having[buffer.id.unit]]
         yield from (ranks.buffer(buffer, rank) for rank in some)
 
 
 def _check_accumulation(profile: Profile, plan: Plan) -> None:
-    if plan.delayed:
+    if plan.delayed and plan.dealt is None:
         raise InputError("delayed updates cannot be combined with gradient accumulation: use one micro-batch")
     for i, unit in enumerate(plan.units):
         if profile.units[i].is_frozen:
@@ -418,7 +451,8 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> 
     micro_batches = profile.workload.micro_batches
     recomputations = plan.recomputations()
     passes = [*passes_of(recomputations, profile.first_trained, rank)]
-    builder = Builder(passes, gradients_back=int(plan.delayed))
+    begins = begins_of(recomputations, profile.first_trained, rank)
+    builder = Builder(passes, gradients_back=int(plan.delayed), begins=begins)
     compute, clipping = (
         Compute(builder, profile, plan, shards, recomputations, rank),
         ClippingTasks(builder, profile, plan, shards, rank),
@@ -465,7 +499,7 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> 
         transfers.after(task)
         if task.micro_batch + 1 < micro_batches:
             updates.between(task)
-            parameters.after_backward(task.unit)
+            parameters.between(task.unit)
             continue
         if updates.waits_for_other_rank(task.unit):
             late.append(task)
@@ -483,6 +517,8 @@ def _tasks(profile: Profile, plan: Plan, shards: Shards, rank: PipelineRank) -> 
             if unit >= profile.first_trained:
                 update(unit)
     parameters.refresh_all()
+    if plan.dealt is not None:
+        return builder, parameters.stays
     if shards.is_frozen(rank.units[0]):  # otherwise the first forward waits for its update, and so for the last backward
         builder.after(builder.passes[0], builder.passes[-1], back=1)
     if plan.ranks > 1 and rank.units[-1] < profile.first_trained:  # it has no backward that would wait for another rank

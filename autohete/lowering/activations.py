@@ -24,6 +24,8 @@ class OffloadedActivations:
     def __init__(self, builder: Builder, copies: Copies, plan: Plan, shards: Shards, pinned: str) -> None:
         self._builder, self._copies, self._plan, self._pinned = builder, copies, plan, pinned
         self._parts, self._results = shards.saved_parts, shards.results
+        #: The ranks of each unit's forward and of its backward.
+        self._came_from, self._goes_to = plan.forward_ranks(), plan.backward_ranks()
 
     def after_forward(self, forward: TaskId) -> None:
         """Copy to where they rest, part by part."""
@@ -32,6 +34,10 @@ class OffloadedActivations:
             away = self._copies.add(Kind.OFFLOAD_ACTIVATIONS, unit, -1 - unit, micro_batch, part)
             move = self._move(Kind.OFFLOAD_ACTIVATIONS, unit, micro_batch, part)
             b.after(away, forward)
+            if self._came_from[unit] != self._goes_to[unit]:  # into the memory that the other rank has freed
+                fetch = TaskId(Kind.FETCH_ACTIVATIONS, unit, micro_batch, again=part)
+                b.waits_elsewhere.append((away, fetch, self._goes_to[unit], 1))
+                b.after(b.maker(on_gpu(Value.INPUT, unit, micro_batch)), away, back=1)  # no backward here does that
             b.read(away, move.value, unit)
             b.make(away, self._at(move.target, move, unit, micro_batch), move.size_bytes)
             if self._has_input(unit, part):
@@ -64,7 +70,12 @@ class OffloadedActivations:
             fetch = self._copies.add(Kind.FETCH_ACTIVATIONS, unit, priority, micro_batch, part)
             b.read(fetch, move.value, unit, move.source)
             b.make(fetch, on_gpu(move.value, unit, micro_batch, Kind.BACKWARD, part), move.size_bytes)
-            b.free(fetch, there)
+            if self._came_from[unit] == self._goes_to[unit]:
+                b.free(fetch, there)
+            else:
+                away = TaskId(Kind.OFFLOAD_ACTIVATIONS, unit, micro_batch, again=part)
+                b.waits_elsewhere.append((fetch, away, self._came_from[unit], 0))
+                b.frees_elsewhere.append((fetch, there, self._came_from[unit]))
             b.beside(fetch, user, ahead, forward)
 
     def _move(self, kind: Kind, unit: int, micro_batch: int, part: int) -> Move:

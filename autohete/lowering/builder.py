@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,16 +116,22 @@ class Builder:
     Args:
         passes: the GPU's passes in order; each waits for the one before.
         gradients_back: age, in iterations, of the gradients that an update on the CPU uses.
+        begins: of dealt stages, the index of the first pass of each of the rank's.
 
     Attributes:
         place: index of each pass among the passes.
         drafts: the tasks so far.
         waits: the dependencies, by index among the drafts.
         by_priority: copies, collectives and CPU updates run the most urgent ready task first.
+        waits_elsewhere: waits for tasks of other ranks: the task, what it waits for, its rank, and the iterations in between.
+        frees_elsewhere: buffers of other ranks that tasks free: the task, the buffer, and its rank.
     """
 
-    def __init__(self, passes: Sequence[TaskId], gradients_back: int = 0) -> None:
+    def __init__(self, passes: Sequence[TaskId], gradients_back: int = 0, begins: Sequence[int] = ()) -> None:
         self.passes, self.gradients_back, self.by_priority = passes, gradients_back, False
+        self._begins = begins
+        self.waits_elsewhere: list[tuple[TaskId, TaskId, int, int]] = []
+        self.frees_elsewhere: list[tuple[TaskId, BufferId, int]] = []
         self.place = {task: place for place, task in enumerate(passes)}
         self.waits = Waits()
         self.drafts: list[Draft] = []
@@ -235,6 +242,14 @@ class Builder:
         self._accesses[_place_of(buffer)].append((self._index[task], True, True))
         self.allocate(task, buffer, size_bytes)
 
+    def renew(self, task: TaskId, value: Value, unit: int, memory: str) -> None:
+        """``task`` writes the value to a second copy, beside that which the tasks declared before it read."""
+        self._accesses[_place(value, unit, memory, task.micro_batch, task.again)].append((self._index[task], True, True))
+
+    def maker(self, buffer: BufferId) -> TaskId:
+        """The task that allocates ``buffer``."""
+        return self.drafts[self._made[buffer]].id
+
     def last_access(self, buffer: BufferId) -> TaskId:
         """The last declared task that reads or writes the value of ``buffer``."""
         return self.drafts[self._accesses[_place_of(buffer)][-1][0]].id
@@ -293,7 +308,13 @@ class Builder:
     def _beside(self, user: TaskId, distance: int, source: TaskId | None) -> int:
         """Index of the pass that must have ended."""
         place = self.place[user] - 1 - min(distance, len(self.passes) - 1)
-        return place if source is None else max(place, self.place[source])
+        return place if source not in self.place else max(place, self.place[source])
+
+    def passes_since(self, user: TaskId, stages: int) -> int:
+        """Passes before ``user`` from so many of the rank's dealt stages before its own on, if need be of iterations before."""
+        mine = bisect_right(self._begins, self.place[user]) - 1
+        back, stage = divmod(mine - stages, len(self._begins))
+        return self.place[user] - self._begins[stage] - back * len(self.passes)
 
     def issue_beside(self, task: TaskId, user: TaskId, distance: int, source: TaskId | None = None) -> None:
         """Issue ``task`` when :meth:`beside` would let it start, ahead of what follows the passes from there on."""

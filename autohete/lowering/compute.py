@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, islice
 
 from autohete.errors import InputError
 from autohete.lowering import durations
@@ -15,6 +17,15 @@ from autohete.plan import Activations, Plan, Recomputation
 from autohete.plan.moves import SavedPart
 from autohete.profile import Profile
 from autohete.schedule import GPU, BufferId, Kind, TaskId, Value
+
+
+def begins_of(recomputations: Sequence[Sequence[Recomputation]], first_trained: int, rank: PipelineRank) -> list[int]:
+    """The index of the first pass of each of a rank's dealt stages."""
+    begins, turns = [], iter(rank.turns)
+    for count in rank.visits:
+        mine = replace(rank, turns=tuple(islice(turns, count)))
+        begins.append(len([*passes_of(recomputations, first_trained, mine)]))
+    return [*accumulate(begins, initial=0)][:-1]
 
 
 def passes_of(recomputations: Sequence[Sequence[Recomputation]], first_trained: int, rank: PipelineRank) -> Iterator[TaskId]:
@@ -162,7 +173,8 @@ class Compute:
             for part, one in enumerate(self._shards.results(unit) if task.kind is Kind.FORWARD else (), 1):
                 b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, again=part), one.size_bytes)
         elif self._plan.units[unit].activations in (Activations.RECOMPUTE, Activations.DROP):  # all of it again
-            b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), times.kept_bytes)
+            size = times.kept_bytes if unit else times.activation_bytes
+            b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch), size)
             b.workspace(task, times.forward_workspace_bytes + unused_bytes)
         else:
             parts, again = self._parts(unit), task.kind is Kind.RECOMPUTE
@@ -189,6 +201,8 @@ class Compute:
 
     def send_input(self, send: TaskId) -> None:
         """Let ``send`` take the input of a unit to another GPU."""
+        if self._input_leaves[send.unit]:  # it may come back for a backward
+            self._builder.read(send, Value.INPUT, send.unit)
         self._builder.free(send, self._inputs.pop((send.unit, send.micro_batch)))
 
     def loss(self, task: TaskId) -> None:

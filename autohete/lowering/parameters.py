@@ -68,7 +68,7 @@ class Parameters:
         self._last_end: dict[int, TaskId] = {}
         #: The last fetch of what came through the host.
         self._last_fetch: dict[int, TaskId] = {}
-        last = builder.passes[-1].micro_batch
+        self._last = last = builder.passes[-1].micro_batch
         #: Stays of units that leave, while they are on the GPU.
         self._here: dict[int, Stay] = {}
         self._mine = mine
@@ -88,15 +88,18 @@ class Parameters:
         if self._shards.stage(unit) == 3:
             fetch = self._gather(user, buffer, fetch)
         assert fetch is not None, "what comes and goes leaves the GPU or is shared"
-        self._builder.after(fetch, self._last_end.get(unit))  # never two copies at a time
+        if not self._plan.units[unit].parameters.stays_for_batches:  # which come while another stage still uses them
+            self._builder.after(fetch, self._last_end.get(unit))  # never two copies at a time
         self._here[unit] = Stay(fetch, user, buffer)
 
     def _ahead(self, user: TaskId) -> tuple[int, TaskId | None]:
         """How early the parameters may be fetched, and after which pass at the earliest."""
         route = self._plan.units[user.unit].parameters
-        if user.kind is Kind.FORWARD:
-            return route.ahead, None
-        return route.ahead_of_backward, TaskId(Kind.FORWARD, user.unit, user.micro_batch)
+        is_forward = user.kind is Kind.FORWARD
+        ahead = route.ahead if is_forward else route.ahead_of_backward
+        if route.stays_for_batches:
+            return self._builder.passes_since(user, ahead), None
+        return ahead, None if is_forward else TaskId(Kind.FORWARD, user.unit, user.micro_batch)
 
     def _fetch(self, user: TaskId, buffer: BufferId) -> TaskId:
         """Fetch the parameters from the host: all of them, or this GPU's part."""
@@ -114,7 +117,16 @@ class Parameters:
         else:
             b.make(fetch, buffer, size if self._plan.slots is None else 0)
         b.beside(fetch, user, *self._ahead(user))
+        if self._plan.dealt is not None and not self._shards.is_frozen(unit):
+            self._after_update_elsewhere(fetch)
         return fetch
+
+    def _after_update_elsewhere(self, fetch: TaskId) -> None:
+        """Let a fetch for forward wait for an update of another rank, which has the unit's backward."""
+        unit = fetch.unit
+        updated_on = self._plan.backward_ranks()[unit]
+        if fetch.kind is Kind.PREFETCH_FORWARD and updated_on != self._plan.forward_ranks()[unit]:
+            self._builder.waits_elsewhere.append((fetch, TaskId(Kind.CPU_UPDATE, unit), updated_on, 1))
 
     def _read(self, user: TaskId, priority: int) -> TaskId | None:
         """Read the parameters to the host if they rest behind it: one pass earlier than their fetch may begin."""
@@ -168,7 +180,9 @@ class Parameters:
         unit = forward.unit
         if self._copies.find(Kind.WRITE_BACK_FORWARD, unit, forward.micro_batch):
             self._builder.after(self._copy_home(Kind.WRITE_BACK_FORWARD, unit, 0, forward.micro_batch), forward)
-        if self._shards.comes_and_goes(unit) and not self._plan.units[unit].parameters.stays_after_forward:
+        route = self._plan.units[unit].parameters
+        waits = route.stays_for_batches and forward.micro_batch < self._last
+        if self._shards.comes_and_goes(unit) and not (route.stays_after_forward or waits):
             self._release(unit)
 
     def after_recompute(self, recompute: TaskId) -> None:
@@ -187,6 +201,11 @@ class Parameters:
             b.write(write, Value.PARAMETERS, unit, home.target)
             b.free(write, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS))
         self.after_backward(unit)
+
+    def between(self, unit: int) -> None:
+        """Release after the backward of a micro-batch other than the last, if they do not stay."""
+        if not self._plan.units[unit].parameters.stays_for_batches:
+            self.after_backward(unit)
 
     def after_backward(self, unit: int) -> None:
         """Release if they do not stay."""
@@ -242,6 +261,8 @@ class Parameters:
         end = b.last_access(stay.buffer)
         b.free(end, stay.buffer, stay.back)
         self._last_end[unit] = end
+        if self._plan.units[unit].parameters.stays_for_batches:  # never those of two iterations either
+            b.after(stay.fetch, end, back=1)
         self.stays.append(Stay(stay.fetch, stay.user, stay.buffer, stay.back, end))
 
     def _buffer(self, user: TaskId) -> BufferId:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from autohete.analysis.ranks import Ranks
 from autohete.lowering.builder import Builder
 from autohete.lowering.durations import Duration
-from autohete.plan import PassOrder, Plan
+from autohete.plan import DealtStage, PassOrder, Plan
 from autohete.profile import Profile
-from autohete.schedule import Task, TaskId
+from autohete.schedule import Edge, Free, Task, TaskId
 
 
 class StageTurn(NamedTuple):
@@ -35,13 +35,15 @@ class PipelineRank:
 
     Args:
         rank: its index.
-        stages: the units of each of its stages, the lowest stage first.
+        stages: the units of each of its stages, the lowest stage first; of dealt stages, those whose backward it computes.
         turns: their passes in order.
+        visits: of dealt stages, the number of turns in each, in order.
     """
 
     rank: int
     stages: tuple[range, ...]
     turns: tuple[StageTurn, ...]
+    visits: tuple[int, ...] = ()
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -58,6 +60,9 @@ def of_one_rank(profile: Profile, plan: Plan) -> Profile:
 
 def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:
     """What each rank of a pipeline computes; a single one if every rank computes all units."""
+    if plan.dealt is not None:
+        stages = plan.dealt.stages(len(plan.units))
+        return [_dealt(rank, stages[rank :: plan.ranks], micro_batches) for rank in range(plan.ranks)]
     ranks, found = plan.ranks, []
     at_once = plan.is_pipeline and plan.pass_order is PassOrder.ALL_FORWARDS_FIRST
     for rank in range(ranks):
@@ -65,6 +70,21 @@ def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:
         turns = _turns(rank, ranks, mine, micro_batches, at_once=at_once)
         found.append(PipelineRank(rank, mine, turns))
     return found
+
+
+def _dealt(rank: int, mine: Sequence[DealtStage], micro_batches: int) -> PipelineRank:
+    """What a rank computes that is dealt these stages: each for all micro-batches."""
+    visits = [
+        [
+            StageTurn(is_forward, stage.units, m)
+            for m in range(micro_batches)
+            for is_forward in (True, False)
+            if (stage.forward if is_forward else stage.backward)
+        ]
+        for stage in mine
+    ]
+    ends = tuple(sorted((stage.units for stage in mine if stage.backward), key=lambda units: units.start))
+    return PipelineRank(rank, ends, tuple(turn for turns in visits for turn in turns), tuple(map(len, visits)))
 
 
 def _turns(rank: int, ranks: int, mine: Sequence[range], micro_batches: int, *, at_once: bool) -> tuple[StageTurn, ...]:
@@ -99,6 +119,13 @@ def joined(stages: Sequence[tuple[Builder, list[int]]], ranks: Ranks) -> tuple[t
                 lasting[task.id] = duration
             other = found.get(task.id)
             found[task.id] = task if other is None else _of_both(*((task, other) if sends else (other, task)))
+    for rank, (builder, _) in enumerate(stages):
+        for waiting, before, owner, back in builder.waits_elsewhere:
+            one, edge = found[ranks.task_id(waiting, rank)], Edge(ranks.task_id(before, owner), back)
+            found[one.id] = one._replace(after=tuple(dict.fromkeys((*one.after, edge))))
+        for freeing, buffer, owner in builder.frees_elsewhere:
+            one = found[ranks.task_id(freeing, rank)]
+            found[one.id] = one._replace(frees=(*one.frees, Free(ranks.buffer_id(buffer, owner))))
     order_of_all = _merged(chains, found)
     return tuple(found[task] for task in order_of_all), tuple(lasting[task] for task in order_of_all)
 

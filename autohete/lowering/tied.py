@@ -1,7 +1,8 @@
 """Tied embeddings of pipelines: if embedding and head are on two ranks, each has a copy of the matrix that they share.
 
 The ranks sum up the gradients of their copies before both update (github NVIDIA/Megatron-LM at d98e8a64,
-``megatron/core/distributed/finalize_model_grads.py``: ``_allreduce_word_embedding_grads``).
+``megatron/core/distributed/finalize_model_grads.py``: ``_allreduce_word_embedding_grads``). Of stages that are dealt each has a
+copy as well; the CPU, which has both gradients, adds them as it updates.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ def on_one_rank(profile: Profile, plan: Plan) -> bool:
 
 
 def copied_parameters(profile: Profile, plan: Plan) -> int:
-    """Elements of a matrix that two ranks train, each its copy; 0 if there is none."""
-    return _matrix(profile) if _has_copy(profile, plan) and not profile.units[0].is_frozen else 0
+    """Elements of a matrix that two ranks train, each its copy; 0 if there is none, or if stages are dealt."""
+    copied = _has_copy(profile, plan) and plan.dealt is None
+    return _matrix(profile) if copied and not profile.units[0].is_frozen else 0
 
 
 def with_copy(profile: Profile, plan: Plan) -> Profile:
@@ -30,7 +32,8 @@ def with_copy(profile: Profile, plan: Plan) -> Profile:
 
 
 def _has_copy(profile: Profile, plan: Plan) -> bool:
-    return profile.workload.tied_embeddings and plan.units[0].rank != plan.units[-1].rank
+    apart = plan.units[0].rank != plan.units[-1].rank or plan.dealt is not None
+    return profile.workload.tied_embeddings and apart
 
 
 def _matrix(profile: Profile) -> int:

@@ -56,6 +56,8 @@ class Updates:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._copies, self._mine = clipping, copies, mine
         self._last = builder.passes[-1].micro_batch
+        #: Whether the host has a second copy of parameters and gradients: see ``Plan.delayed``.
+        self._has_two_copies = plan.delayed and plan.dealt is not None
         #: Elements of a matrix that two ranks train, and these ranks.
         self._copied = copied_parameters(profile, plan)
         self._outer = tuple((unit.rank or 0) * shards.gpus for unit in (plan.units[0], plan.units[-1]))
@@ -254,7 +256,11 @@ class Updates:
             self._write_gradients(copy, written)
             return
         if not (micro_batch and plan.accumulates_on_host):
-            b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
+            if self._has_two_copies:
+                b.renew(copy, Value.GRADIENTS, unit, HOST_MEMORY)
+                b.after(copy, TaskId(Kind.CPU_UPDATE, unit), back=1)
+            else:
+                b.write(copy, Value.GRADIENTS, unit, HOST_MEMORY)
             return
         arrived, added = self._arrived(unit, micro_batch), self._copies.find(Kind.OFFLOAD_GRADIENTS, unit, micro_batch)
         summed = self._copies.find(Kind.OFFLOAD_GRADIENTS, unit)
@@ -286,6 +292,8 @@ class Updates:
         self._clipping.scale(update)
         if home := self._copies.find(Kind.WRITE_PARAMETERS, unit):
             b.make(update, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS), home.size_bytes)
+        elif self._has_two_copies:
+            b.renew(update, Value.PARAMETERS, unit, HOST_MEMORY)
         else:
             b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)
         if plan.units[unit].states.far:

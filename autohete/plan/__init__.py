@@ -13,13 +13,16 @@ from typing import TypeVar
 
 from autohete.errors import InputError, RuleError, check_fields, check_whole
 from autohete.hashing import Hashed, hashed_once, same_objects
+from autohete.plan.dealt import DealtStage, DealtStages
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.rules import Barrier, Rule
-from autohete.schedule import GPU_MEMORY
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 
 __all__ = [
     "Activations",
+    "DealtStage",
+    "DealtStages",
     "FlatBuffers",
     "Footprint",
     "Format",
@@ -206,6 +209,8 @@ class Plan(Hashed):
         flat_buffers: what its collectives need besides.
         hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
+        dealt: stages that ranks are dealt in turn. Then no unit names its rank, and all micro-batches pass a stage before the
+            next one of the same rank, whatever ``pass_order``. None: units name their ranks, or every GPU computes all.
         sums_in_place: the products of a backward add to the sums of earlier micro-batches (cuBLAS with ``beta = 1``), so on the
             GPU no gradient exists besides its sum. Otherwise a gradient is made, and added.
         sums_whole: each GPU sums whole gradients of micro-batches where it would keep a part of them (stages 2 and 3). Only the
@@ -213,7 +218,8 @@ class Plan(Hashed):
         sums_in_fp32: ranks of a pipeline add up and reduce gradients in fp32, in memory that they always hold.
         holds_inputs: the input of a recomputed unit with frozen parameters, and the gradient of that input, stay until the
             backward of the micro-batch ends. Otherwise each is freed by the pass that needs it last.
-        delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics).
+        delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics). With dealt stages
+            the host has two copies of parameters and of gradients, one to update and one to copy from or to.
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
             planner. None: the policy does not search. Not part of equality: it rates the plan and does not define it.
@@ -230,6 +236,7 @@ class Plan(Hashed):
     flat_buffers: FlatBuffers = FlatBuffers()
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
+    dealt: DealtStages | None = None
     sums_in_place: bool = False
     sums_whole: bool = False
     sums_in_fp32: bool = False
@@ -243,11 +250,12 @@ class Plan(Hashed):
         if len(self.units) < 3:
             raise InputError(f"a plan needs embedding, transformer blocks and head: got {len(self.units)} units")
         for unit in (self.units[0], self.units[-1]):
-            if unit.activations is not Activations.KEEP or unit.kept.leaves or unit.saved:
+            again = unit is self.units[0] and self.dealt is not None and unit.activations is Activations.RECOMPUTE
+            if not (again or unit.activations is Activations.KEEP) or unit.kept.leaves or unit.saved:
                 raise InputError("embedding and head keep their activations on the GPU: plan them so")
         object.__setattr__(self, "units", same_objects(self.units))
         recomputations(self.units)
-        if self.delayed and self.offloaded_parameter_units:
+        if self.delayed and self.offloaded_parameter_units and self.dealt is None:
             raise InputError(
                 "a delayed update writes the host's parameters during the next iteration: it excludes offloaded parameters"
             )
@@ -255,7 +263,10 @@ class Plan(Hashed):
             raise InputError("the GPU updates with the gradients of this iteration: leave delayed or the share out")
         if self.delayed and any(unit.gradients.far for unit in self.units):
             raise InputError("gradients of a delayed update wait on the host: let them rest there, or leave delayed out")
-        self._check_ranks()
+        if self.dealt is None:
+            self._check_ranks()
+        else:
+            self._check_dealt(self.dealt)
         if self.sums_in_fp32 and not (
             self.is_pipeline and all(unit.update.on is Processor.GPU and unit.gradients == Route() for unit in self.units)
         ):
@@ -276,16 +287,64 @@ class Plan(Hashed):
             )
         if self.is_pipeline and (self.delayed or self.slots is not None):
             raise InputError("stages of a pipeline neither delay updates nor have slots: leave delayed and slots out")
+        if stays := [i for i, unit in enumerate(self.units) if unit.parameters.stays_for_batches]:
+            raise InputError(
+                f"parameters of unit {stays[0]} stay for all micro-batches of a stage, but no stages are dealt: leave "
+                "stays_for_batches out, or give dealt"
+            )
+
+    def _check_dealt(self, dealt: DealtStages) -> None:
+        """Between two stages of a rank nothing stays on the GPU but what the next one reads."""
+        if (fused := dealt.backward[0]) >= len(self.units):
+            raise InputError(f"a stage begins at unit {fused}, but there are {len(self.units)} units: let all begin below")
+        if self.slots is not None or self.memory_waits or any(unit.rank is not None or unit.zero_stage for unit in self.units):
+            raise InputError("stages that are dealt have no slots, waits for memory, ranks of units or shards: leave them out")
+        last = dealt.backward[-1]
+        for i, unit in enumerate(self.units):
+            route, both = unit.parameters, i >= fused
+            if not route.stays_for_batches or (route.stays_after_forward and not both) or route.home != HOST_MEMORY:
+                raise InputError(
+                    f"unit {i} is in stages that are dealt: let its parameters rest on the host, stay for all micro-batches, "
+                    "and from forward to backward only in the stage that computes both"
+                )
+            kept = unit.activations is Activations.KEEP and not (unit.kept.leaves or unit.saved)
+            again = unit.activations in (Activations.RECOMPUTE, Activations.DROP) and not (unit.again or unit.results)
+            at_host = unit.kept.home == HOST_MEMORY or not i or unit.activations is Activations.DROP
+            decided = i >= last and unit.update.on is Processor.CPU  # others are frozen, or else lowering refuses them
+            if decided and not (kept if both else again and at_host):
+                raise InputError(
+                    f"unit {i} is in stages that are dealt: keep its activations only in the stage that computes both passes, "
+                    "and let others recompute them, once, from an input that rests on the host"
+                )
+            if i in dealt.backward and unit.activations is Activations.DROP:
+                raise InputError(f"unit {i} drops its input, with which a stage of backward begins: let it keep its input")
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether ranks compute different units."""
-        return any(unit.rank is not None for unit in self.units)
+        """Whether ranks compute different units, or stages are dealt."""
+        return self.dealt is not None or any(unit.rank is not None for unit in self.units)
 
     @property
     def ranks(self) -> int:
         """The number of ranks that compute different units; 1 if all compute all."""
-        return 1 + max((unit.rank or 0 for unit in self.units), default=0)
+        return 1 + max((unit.rank or 0 for unit in self.units), default=0) if self.dealt is None else self.dealt.ranks
+
+    def forward_ranks(self) -> tuple[int, ...]:
+        """The rank that computes each unit's forward; 0 if all do."""
+        return self._dealt_ranks(backward=False)
+
+    def backward_ranks(self) -> tuple[int, ...]:
+        """The rank that computes each unit's backward, and has its gradients; 0 if all or none do."""
+        return self._dealt_ranks(backward=True)
+
+    def _dealt_ranks(self, *, backward: bool) -> tuple[int, ...]:
+        if self.dealt is None:
+            return tuple(unit.rank or 0 for unit in self.units)
+        found = [0] * len(self.units)
+        for turn, stage in enumerate(self.dealt.stages(len(self.units))):
+            if stage.backward if backward else stage.forward:
+                found[stage.units.start : stage.units.stop] = [turn % self.dealt.ranks] * len(stage.units)
+        return tuple(found)
 
     @property
     def stages(self) -> tuple[range, ...]:

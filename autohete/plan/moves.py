@@ -79,12 +79,14 @@ class Batches(StrEnum):
 
     ALL = "all"
     LAST = "last"
+    FIRST = "first"
     OTHERS = "all but the last"
     LATER = "all but the first"
 
     def includes(self, *, first: bool, last: bool) -> bool:
         """Whether a micro-batch is one of them."""
-        return {Batches.LAST: last, Batches.OTHERS: not last, Batches.LATER: not first}.get(self, True)
+        some = {Batches.FIRST: first, Batches.LAST: last, Batches.OTHERS: not last, Batches.LATER: not first}
+        return some.get(self, True)
 
 
 class Move(NamedTuple):
@@ -230,7 +232,7 @@ def _moves_of_parameters(unit: UnitPlan, sizes: UnitSizes, has_backward: bool) -
                 target,
                 carried + sizes.frozen_bytes,
                 When.BEFORE_FORWARD,
-                Batches.ALL,
+                Batches.FIRST if route.stays_for_batches else Batches.ALL,
                 route.carried.pinned,
             )
             if not route.stays_after_backward:

@@ -93,6 +93,8 @@ class Route:
             backward this is one copy with what the GPU has updated; where the CPU updates, the copy of the gradients counts.
         comes_again: of a unit that is recomputed several times, they leave after each recomputation but the last, and are
             fetched for the next one. Otherwise they stay from the first recomputation to backward.
+        stays_for_batches: they are fetched for the first micro-batch and stay until the last has passed, in stages that all
+            micro-batches pass one after another; ``ahead`` then counts the stages before theirs on the same GPU, not passes.
     """
 
     home: str = GPU_MEMORY
@@ -104,6 +106,7 @@ class Route:
     stays_after_backward: bool = False
     moves: bool = False
     comes_again: bool = False
+    stays_for_batches: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -114,13 +117,17 @@ class Route:
             raise InputError("a fetch cannot be a negative number of passes ahead: 0 means synchronous, 1 one pass ahead")
         if self.parts < 1:
             raise InputError(f"parts is {self.parts}: give at least 1, which moves a value as a whole")
-        if self.home == GPU_MEMORY and (self.stays_after_forward or self.stays_after_backward or self.moves):
+        if self.home == GPU_MEMORY and (
+            self.stays_after_forward or self.stays_after_backward or self.moves or self.stays_for_batches
+        ):
             raise InputError("only parameters that leave the GPU stay or move: give them another home")
         if self.comes_again and (self.home != HOST_MEMORY or self.stays_after_forward or self.stays_after_backward):
             raise InputError(
                 "parameters that are fetched for each recomputation rest on the host, and stay on the GPU after no pass: let "
                 "them rest there, and leave stays_after_forward and stays_after_backward out"
             )
+        if self.stays_for_batches and (self.moves or self.stays_after_backward):
+            raise InputError("parameters that stay for all micro-batches of a stage neither move nor stay after its backward")
         if self.far and self.moves:
             raise InputError(f"parameters whose home is {self.home!r} are not copied there unchanged: leave moves out")
 
@@ -142,7 +149,7 @@ class Route:
     @property
     def is_of_parameters(self) -> bool:
         """Whether it says something that only parameters do."""
-        stays = self.stays_after_forward or self.stays_after_backward
+        stays = self.stays_after_forward or self.stays_after_backward or self.stays_for_batches
         return self.ahead_in_backward is not None or stays or self.moves or self.comes_again
 
 

@@ -37,16 +37,17 @@ def lower_bytes(profile: Profile, plan: Plan) -> Counter[str]:
     profile, plan = of_one_rank(profile, plan), without_frozen(profile, plan)
     found = Counter(dict.fromkeys((home for unit in plan.units for home in unit.homes), 0))
     of_ranks: Counter[int] = Counter()
+    ranks = plan.backward_ranks()
     for buffer in resident_buffers(profile, plan, Shards(profile, plan)):
         if plan.is_pipeline and buffer.memory == GPU_MEMORY and buffer.id.unit is not None:
-            of_ranks[plan.units[buffer.id.unit].rank or 0] += buffer.size_bytes
+            of_ranks[ranks[buffer.id.unit]] += buffer.size_bytes
         else:
             found[buffer.memory] += buffer.size_bytes
     if pinned_memory(profile) == PINNED_MEMORY:
         found[HOST_MEMORY] += found[PINNED_MEMORY]
     for i, unit in enumerate(plan.units):
-        of_ranks[unit.rank or 0] += here_bytes(profile, i, unit)
-    of_ranks[plan.units[-1].rank or 0] += profile.loss.peak_bytes
+        of_ranks[ranks[i]] += here_bytes(profile, i, unit)
+    of_ranks[ranks[-1]] += profile.loss.peak_bytes
     found[GPU_MEMORY] += max(of_ranks.values())
     return found
 

@@ -103,6 +103,8 @@ def here_bytes(profile: Profile, unit: int, one: UnitPlan) -> int:
     """The same, if it is on the GPU."""
     if unit < profile.first_trained or one.activations is Activations.DROP:
         return 0
+    if not unit and one.activations is Activations.RECOMPUTE:  # tokens, which come again
+        return 0
     block = profile.units[unit]
     here = sum(part.size_bytes for part in parts_of(one, block) if not (part.recomputed or part.route.leaves))
     return here + block.input_bytes * (not one.kept.leaves)

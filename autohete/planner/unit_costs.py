@@ -200,7 +200,8 @@ class Costs:
 
     def _copies(self, unit: int, one: UnitPlan, sizes: UnitSizes) -> Iterator[UnitCopy]:
         batches = self.profile.workload.micro_batches
-        times = {Batches.ALL: batches, Batches.LAST: 1, Batches.OTHERS: batches - 1, Batches.LATER: batches - 1}
+        others = dict.fromkeys((Batches.OTHERS, Batches.LATER), batches - 1)
+        times = {Batches.ALL: batches, Batches.FIRST: 1, Batches.LAST: 1, **others}
         tasks: dict[tuple[Kind, When, Batches, int], Move] = {}
         for move in moves(one, sizes, has_backward=unit >= self.profile.first_trained):
             key = kind_of(move), move.when, move.batches, move.part

@@ -26,7 +26,7 @@ from autohete.runtime.passes import Passes
 from autohete.runtime.settings import Recipe
 from autohete.runtime.states import States
 from autohete.runtime.units import Memories
-from autohete.schedule import COLLECTIVES, GPU, IN_PLACES, TRANSFERS, Kind, Schedule, Value
+from autohete.schedule import COLLECTIVES, GPU, IN_PLACES, SEND, Kind, Schedule, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def check_executable(schedule: Schedule, collectives: Collectives | None) -> Non
         InputError: it is a pipeline, updates in a place, keeps results of products, or is of several GPUs though this process
             is alone.
     """
-    if any(task.id.kind in TRANSFERS for task in schedule.tasks):
+    if any(lane.name.partition(".")[0] == SEND for lane in schedule.lanes):
         raise InputError("the schedule is a pipeline, which the runtime cannot execute: plan without stages")
     if any(task.id.kind in IN_PLACES for task in schedule.tasks):
         raise InputError("the schedule updates in a place, which the runtime cannot execute: update on the GPU or the CPU")

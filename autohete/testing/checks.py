@@ -53,7 +53,8 @@ Instance = tuple[TaskId, int]
 
 
 def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
-    """Faults of what ``policy`` decides for ``profile``; none if it reports that nothing fits.
+    """Faults of what ``policy`` decides for ``profile``; none if it reports that nothing fits. Of a pipeline, only those of its
+    execution.
 
     Args:
         profile: the profile to plan for, such as an example of :func:`autohete.testing.strategies.profiles`.
@@ -64,12 +65,22 @@ def policy_faults(profile: Profile, policy: Policy, judge: Judge) -> list[str]:
         plan, again = policy.plan(profile, judge), policy.plan(profile, judge)
     except InfeasibleError:
         return []
-    faults = plan_faults(profile, plan)
+    faults = execution_faults(profile, plan) if plan.is_pipeline else plan_faults(profile, plan)
     if plan != again:
         faults.append(f"{policy.name} returns another plan for the same profile")
     if plan.policy != policy.name:
         faults.append(f"the plan of {policy.name} is called {plan.policy}")
     return faults
+
+
+def execution_faults(profile: Profile, plan: Plan) -> list[str]:
+    """Faults of the execution of a plan's schedule."""
+    try:
+        return trace_faults(list_schedule(validate(lower(profile, plan)), _ITERATIONS))
+    except InfeasibleError:
+        return []
+    except (InputError, ScheduleError) as error:
+        return [str(error)]
 
 
 def plan_faults(profile: Profile, plan: Plan) -> list[str]:

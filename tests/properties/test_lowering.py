@@ -31,7 +31,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.schedule import HOST_MEMORY, Kind, validate
 from autohete.simulate import judge_for, simulate_plan
 from autohete.testing import strategies
-from autohete.testing.checks import gradient_faults, parameter_faults, plan_faults
+from autohete.testing.checks import execution_faults, gradient_faults, parameter_faults, plan_faults
 from autohete.workload import Workload
 
 
@@ -228,7 +228,7 @@ def test_every_policy_plans(name: str, data: st.DataObject) -> None:
         return
     assert len(plan.units) == len(profile.units)
     assert plan.policy == policy.name
-    assert plan_faults(profile, plan) == []
+    assert (execution_faults if plan.is_pipeline else plan_faults)(profile, plan) == []
     if name in ("autohete", "joint"):
         assert simulate_plan(profile, plan).verdict is Verdict.OK, "what is searched for fits"
 
