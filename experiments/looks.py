@@ -41,6 +41,7 @@ LOOKS = {
     "sqrt_checkpoint:keep_last": SystemLook("segments, the last kept", TEAL, "H"),
     "rotor": SystemLook("Rotor", WINE, ".", hatch="||||"),
     "checkmate": SystemLook("Checkmate", WINE, "+", "--"),
+    "moccasin": SystemLook("Moccasin", TEAL, "x", "--"),
     "pofo": SystemLook("POFO", WINE, "x", "-."),
     "dtr": SystemLook("DTR", ROSE, "*", "-."),
     "capuchin": SystemLook("Capuchin", ROSE, "p", "--"),
