@@ -25,18 +25,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from numpy.typing import NDArray
 
 from autohete.errors import check_fields
 from autohete.plan import Activations
 from autohete.planner.chain import Stage
+from autohete.planner.mixed_program import TOLERANCE, MixedProgram
 
 #: The gap at which the search ends, of the time of all computations; its limits in nodes and, if a node takes long, in seconds.
 GAP = 0.005
 _NODES, _SECONDS = 200, 20.0
-#: What HiGHS forgives a row.
-_TOLERANCE = 1e-6
 
 
 class Remade(NamedTuple):
@@ -110,7 +108,7 @@ def least_by_intervals(stages: Sequence[Stage], alone: Sequence[Alone], memory_b
     found = _IntervalRows(stages, alone, memory_bytes).solve()
     if found.intervals is None or peak_bytes(stages, alone, found.intervals) <= memory_bytes:
         return found
-    less = round(memory_bytes * (1 - 100 * _TOLERANCE))  # by more than rows are forgiven
+    less = round(memory_bytes * (1 - 100 * TOLERANCE))  # by more than rows are forgiven
     again = _IntervalRows(stages, alone, less).solve()
     fits = again.intervals is not None and peak_bytes(stages, alone, again.intervals) <= memory_bytes
     return IntervalSearch(again.intervals if fits else None, found.bound_ns)
@@ -160,18 +158,13 @@ class _IntervalRows:
     def __init__(self, stages: Sequence[Stage], alone: Sequence[Alone], memory_bytes: int) -> None:
         self._stages, self._alone, self._memory = stages, alone, memory_bytes
         self._columns: dict[tuple[str, int], int] = {}
-        self._bounds: list[tuple[float, float]] = []
-        self._integers: list[bool] = []
-        self._cost: list[float] = []
-        self._entries: list[tuple[int, int, float]] = []
-        self._limits: list[tuple[float, float]] = []
+        self._program = MixedProgram()
         self._scale = max(1, sum(stage.forward_ns for stage in stages))
         self._left = [sum(stage.left_bytes for stage in stages[unit + 1 :]) for unit in range(len(stages))]
         for unit in range(len(stages)):
             self._add_columns(unit)
-        fixed = sum(
-            stage.forward_ns + stage.recompute_ns for stage in stages
-        )  # if all had second intervals, as have those above
+        # The time if all units had second intervals, together with the units above; the gap is relative to the whole time.
+        fixed = sum(stage.forward_ns + stage.recompute_ns for stage in stages)
         fixed += sum(stage.forward_ns - stage.recompute_ns for stage in stages[:-1])
         self._column("1", 0, cost=fixed, least=1.0)
         for unit in range(len(stages)):
@@ -181,17 +174,13 @@ class _IntervalRows:
             self._ordered(unit)
 
     def _column(self, letter: str, unit: int, *, cost: float = 0.0, least: float = 0.0, integer: bool = False) -> None:
-        self._columns[letter, unit] = len(self._columns)
-        self._bounds.append((least, np.inf if letter == "t" else 1.0))
-        self._integers.append(integer)
-        self._cost.append(cost / self._scale)
+        most = math.inf if letter == "t" else 1.0
+        self._columns[letter, unit] = self._program.column(cost / self._scale, least, most, integer=integer)
 
     def _at_most(self, limit: float, *terms: tuple[float, str, int], equal: bool = False) -> None:
-        """Add a row: a sum of terms, coefficient and column each, is at most ``limit``, divided by the largest of them."""
-        largest = max(abs(coefficient) for coefficient, *_ in terms) or 1.0
-        for coefficient, letter, unit in terms:
-            self._entries.append((len(self._limits), self._columns[letter, unit], coefficient / largest))
-        self._limits.append((limit / largest if equal else -np.inf, limit / largest))
+        """Add a row: a sum of terms, coefficient and column each, is at most ``limit``."""
+        named = ((coefficient, self._columns[letter, unit]) for coefficient, letter, unit in terms)
+        self._program.at_most(limit, *named, equal=equal)
 
     def _part(self, size_bytes: float) -> float:
         return size_bytes / self._memory
@@ -288,24 +277,12 @@ class _IntervalRows:
 
     def solve(self) -> IntervalSearch:
         """Solve the program within the limits of the search."""
-        rows, columns, values = zip(*self._entries, strict=True)
-        matrix = csr_array((values, (rows, columns)), shape=(len(self._limits), len(self._columns)))
-        least, most = np.array(self._limits).T
-        lower, upper = np.array(self._bounds).T
-        found = milp(
-            np.array(self._cost),
-            integrality=np.array(self._integers, int),
-            bounds=Bounds(lower, upper),
-            constraints=LinearConstraint(matrix, least, most),
-            options={"time_limit": _SECONDS, "node_limit": _NODES, "mip_rel_gap": GAP},
-        )
-        if found.status == 2:  # infeasible
-            return IntervalSearch(None, math.inf)
+        found = self._program.solve(gap=GAP, nodes=_NODES, seconds=_SECONDS)
         least_ns = sum(stage.forward_ns for stage in self._stages)
-        bound_ns = max(least_ns, (found.mip_dual_bound or 0.0) * self._scale)
-        return IntervalSearch(None if found.x is None else self._intervals(found.x > 0.5), bound_ns)
+        intervals = None if found.values is None else self._intervals(found.values > 0.5)
+        return IntervalSearch(intervals, max(least_ns, found.bound * self._scale))
 
-    def _intervals(self, values: np.ndarray) -> list[Interval]:
+    def _intervals(self, values: NDArray[np.bool_]) -> list[Interval]:
         found = []
         for unit in range(len(self._stages)):
             again = tuple(one.name for letter, one in self._tensors(unit) if values[self._columns[letter, unit]])
