@@ -6,11 +6,12 @@ node per place and kernel. An edge between places is a copy: synchronous at a ke
 kernel that is near one. On the GPU a kernel needs its operands in GPU memory, so a path is one of these:
 
 - The tensor stays on the GPU from the forward that makes it to the backward that uses it.
-- It goes to the host right after that forward (W) or beside one of the next passes, and comes back right before that backward
-  or beside one of the passes before it (R). Beside a pass it is in both memories until the pass ends, or from its start on.
+- It goes to the host right after that forward or beside the next pass, and comes back right before that backward or beside the
+  pass before it. It is on the GPU during a pass beside which it moves.
 
-What is on the GPU during a pass fits. The cost is the time of all synchronous copies, and of each pass that of its kernel or of
-the copies beside it, whichever is longer.
+The code lets a tensor move beside any of the 15 kernels on either side of one that uses it, which is about one pass of a block.
+What leaves a unit goes either at once or beside the next pass. What is on the GPU during a pass fits. The cost is the time of
+all synchronous copies, and of each pass that of its kernel or of the copies beside it, whichever is longer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from autohete.planner.chain import Stage
 from autohete.planner.mixed_program import TOLERANCE, MixedProgram, Term
 
-#: The gap at which the search ends, of the time of all passes and waits; its limits in nodes and, if a node takes long, seconds.
+#: The gap at which the search ends, of the time of all passes and waits; its limits in nodes and, if these take long, seconds.
 GAP = 0.01
 _NODES, _SECONDS = 100, 20.0
 
@@ -46,12 +47,12 @@ class Placement(NamedTuple):
     """The copies of a tensor that leaves the GPU.
 
     Args:
-        away, back: by how many passes they are apart from the forward that makes it and the backward that uses it. 0: the copy
-            is synchronous.
+        away_beside: it goes beside the pass after the forward that makes it. Otherwise at once, and the pass waits.
+        back_beside: it comes back beside the pass before the backward that uses it. Otherwise right before that.
     """
 
-    away: int
-    back: int
+    away_beside: bool
+    back_beside: bool
 
 
 class PlacementSearch(NamedTuple):
@@ -81,7 +82,7 @@ class PassTimes(NamedTuple):
 
 
 def least_by_placement(
-    stages: Sequence[Stage], times: PassTimes, tensors: Sequence[Placed], memory_bytes: int, near: int
+    stages: Sequence[Stage], times: PassTimes, tensors: Sequence[Placed], memory_bytes: int
 ) -> PlacementSearch:
     """Search for the placements of ``tensors`` with the least cost.
 
@@ -90,30 +91,47 @@ def least_by_placement(
         times: of their passes.
         tensors: what may leave.
         memory_bytes: budget for everything that a stage lists.
-        near: passes on either side beside which a tensor may be copied.
     """
     if memory_bytes <= 0:
         return PlacementSearch(None, math.inf, math.inf)
-    return _PlacementRows(stages, times, tensors, memory_bytes, near).solve()
+    found = _PlacementRows(stages, times, tensors, memory_bytes, memory_bytes).solve()
+    if found.fits:
+        return found.search
+    less = round(memory_bytes * (1 - 100 * TOLERANCE))  # by more than rows are forgiven
+    again = _PlacementRows(stages, times, tensors, memory_bytes, less).solve()
+    search = again.search if again.fits else PlacementSearch(None, math.inf, math.inf)
+    return search._replace(bound_seconds=found.search.bound_seconds)
+
+
+class _Checked(NamedTuple):
+    """What a search has found, and whether it really fits."""
+
+    search: PlacementSearch
+    fits: bool
+
+
+class _Columns(NamedTuple):
+    """The columns of the copies of a tensor: at once, and beside a pass."""
+
+    away: tuple[int, int]
+    back: tuple[int, int]
 
 
 class _PlacementRows:
     """The program, with sizes relative to the memory and times relative to that of all passes."""
 
     def __init__(
-        self, stages: Sequence[Stage], times: PassTimes, tensors: Sequence[Placed], memory_bytes: int, near: int
+        self, stages: Sequence[Stage], times: PassTimes, tensors: Sequence[Placed], memory_bytes: int, limit_bytes: int
     ) -> None:
-        self._stages, self._tensors, self._near = stages, tensors, near
+        self._stages, self._tensors, self._memory, self._limit = stages, tensors, memory_bytes, limit_bytes
         self._passes = times.in_order()
         self._scale = sum(self._passes) or 1.0
-        self._memory = memory_bytes * (1 - 10 * TOLERANCE)
+        #: Of each pass, what it needs if nothing leaves, and what copies change.
+        self._needs: list[tuple[int, list[tuple[int, int]]]] = []
         self._program = MixedProgram()
         self._beside: list[list[Term]] = [[] for _ in self._passes]
-        #: Of each tensor, the columns of its copies by the number of passes that they are apart.
-        self._away: list[dict[int, int]] = []
-        self._back: list[dict[int, int]] = []
-        for one in tensors:
-            self._copies(one)
+        at_once = {one.unit: self._program.column(integer=True) for one in tensors}
+        self._columns = [self._copies(one, at_once[one.unit]) for one in tensors]
         for index, seconds in enumerate(self._passes):
             self._fits(index)
             lasting = self._program.column(1.0, seconds / self._scale, math.inf)
@@ -124,66 +142,71 @@ class _PlacementRows:
         """Index of the backward of a unit among the passes."""
         return len(self._passes) - 1 - unit
 
-    def _copies(self, one: Placed) -> None:
+    def _copies(self, one: Placed, at_once: int) -> _Columns:
         """Add the columns of the copies of a tensor, and that it comes back if it goes."""
         away, back = one.away_seconds / self._scale, one.back_seconds / self._scale
-        self._away.append({0: self._program.column(away, integer=True)})
-        self._back.append({0: self._program.column(back, integer=True)})
-        # With a kernel in which it is on the host between both copies; without, a copy has no use.
-        apart = self._use(one.unit) - one.unit - 1
-        for distance in range(1, min(self._near, apart - 1) + 1):
-            for copies, seconds, index in (
-                (self._away[-1], away, one.unit + distance),
-                (self._back[-1], back, self._use(one.unit) - distance),
-            ):
-                copies[distance] = self._program.column(integer=True)
-                self._beside[index].append((seconds, copies[distance]))
-        goes = [(1.0, column) for column in self._away[-1].values()]
-        comes = [(-1.0, column) for column in self._back[-1].values()]
-        self._program.at_most(1, *goes)
-        self._program.at_most(0, *goes, *comes, equal=True)
+        found = _Columns(
+            (self._program.column(away, integer=True), self._program.column(integer=True)),
+            (self._program.column(back, integer=True), self._program.column(integer=True)),
+        )
+        self._beside[one.unit + 1].append((away, found.away[1]))
+        self._beside[self._use(one.unit) - 1].append((back, found.back[1]))
+        goes = [(1.0, column) for column in found.away]
+        self._program.at_most(0, *goes, *((-1.0, column) for column in found.back), equal=True)
+        self._program.at_most(0, (1, found.away[0]), (-1, at_once))
+        self._program.at_most(1, (1, found.away[1]), (1, at_once))
+        return found
 
     def _fits(self, index: int) -> None:
         """What is on the GPU during a pass fits."""
         count = len(self._stages)
         if index == count:
-            return  # the loss: its memory is that of the backward of the last unit
+            return  # the loss: its memory is counted with the backward of the last unit
         unit = index if index < count else self._use(index)
         stage, backward = self._stages[unit], index > count
-        needed = stage.input_bytes + stage.kept_bytes
-        needed += sum(lower.input_bytes + lower.kept_bytes for lower in self._stages[:unit])
+        needed = sum(lower.input_bytes + lower.kept_bytes for lower in self._stages[: unit + 1])
         needed += stage.gradient_bytes + stage.backward_bytes if backward else stage.keeping_bytes + stage.output_bytes
         needed += sum(upper.left_bytes for upper in self._stages[unit + 1 :]) if backward else 0
-        terms: list[Term] = []
-        for one, away, back in zip(self._tensors, self._away, self._back, strict=True):
+        changes: list[tuple[int, int]] = []
+        for one, columns in zip(self._tensors, self._columns, strict=True):
+            size = one.size_bytes
             if one.unit < unit:
-                part = one.size_bytes / self._memory
-                terms += [(-part, column) for distance, column in away.items() if one.unit + distance < index]
-                terms += [(part, column) for distance, column in back.items() if self._use(one.unit) - distance <= index]
-        self._program.at_most(1 - needed / self._memory, *terms)
+                changes.append((-size, columns.away[0]))
+                changes += [(-size, columns.away[1])] if one.unit + 1 < index else []
+                changes += [(size, columns.back[1])] if self._use(one.unit) - 1 == index else []
+        self._needs.append((needed, changes))
+        parts = ((size / self._limit, column) for size, column in changes)
+        self._program.at_most(1 - needed / self._limit, *parts)
 
-    def solve(self) -> PlacementSearch:
+    def solve(self) -> _Checked:
         """Solve the program within the limits of the search."""
         found = self._program.solve(gap=GAP, nodes=_NODES, seconds=_SECONDS)
         bound = max(1.0, found.bound) * self._scale
         if found.values is None:
-            return PlacementSearch(None, math.inf, bound)
+            return _Checked(PlacementSearch(None, math.inf, bound), fits=True)
         chosen = found.values > 0.5
-        placements: list[Placement | None] = []
-        for away, back in zip(self._away, self._back, strict=True):
-            gone = [distance for distance, column in away.items() if chosen[column]]
-            come = [distance for distance, column in back.items() if chosen[column]]
-            placements.append(Placement(gone[0], come[0]) if gone and come else None)
-        return PlacementSearch(placements, self._cost(placements), bound)
+        fits = all(
+            needed + sum(size for size, column in changes if chosen[column]) <= self._memory for needed, changes in self._needs
+        )
+        placements = [
+            Placement(bool(chosen[columns.away[1]]), bool(chosen[columns.back[1]]))
+            if chosen[columns.away[0]] or chosen[columns.away[1]]
+            else None
+            for columns in self._columns
+        ]
+        return _Checked(PlacementSearch(placements, self._cost(placements), bound), fits)
 
     def _cost(self, placements: Sequence[Placement | None]) -> float:
         beside, waits = [0.0] * len(self._passes), 0.0
         for one, placed in zip(self._tensors, placements, strict=True):
             if placed is None:
                 continue
-            waits += one.away_seconds * (not placed.away) + one.back_seconds * (not placed.back)
-            if placed.away:
-                beside[one.unit + placed.away] += one.away_seconds
-            if placed.back:
-                beside[self._use(one.unit) - placed.back] += one.back_seconds
+            if placed.away_beside:
+                beside[one.unit + 1] += one.away_seconds
+            else:
+                waits += one.away_seconds
+            if placed.back_beside:
+                beside[self._use(one.unit) - 1] += one.back_seconds
+            else:
+                waits += one.back_seconds
         return waits + sum(map(max, self._passes, beside))
