@@ -50,6 +50,7 @@ LOOKS = {
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
     "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
+    "autotm": SystemLook("AutoTM", SAND, "o", "--"),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),
     "zero_offload": SystemLook("ZeRO-Offload", PURPLE, "s", hatch="/////"),
     "zero_offload:deepspeed=0.4.3": SystemLook("ZeRO-Offload, DeepSpeed 0.4.3", PURPLE, "s", hatch="....."),

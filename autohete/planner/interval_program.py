@@ -34,7 +34,7 @@ from autohete.planner.mixed_program import TOLERANCE, MixedProgram
 
 #: The gap at which the search ends, of the time of all computations; its limits in nodes and, if a node takes long, in seconds.
 GAP = 0.005
-_NODES, _SECONDS = 200, 20.0
+_NODES, _SECONDS = 200, 60.0
 
 
 class Remade(NamedTuple):

@@ -25,7 +25,7 @@ from autohete.planner.mixed_program import TOLERANCE, MixedProgram, Term
 
 #: The gap at which the search ends, of the time of all passes and waits; its limits in nodes and, if these take long, seconds.
 GAP = 0.01
-_NODES, _SECONDS = 100, 20.0
+_NODES, _SECONDS = 100, 60.0
 
 
 class Placed(NamedTuple):
@@ -126,14 +126,14 @@ class _PlacementRows:
         self._stages, self._tensors, self._memory, self._limit = stages, tensors, memory_bytes, limit_bytes
         self._passes = times.in_order()
         self._scale = sum(self._passes) or 1.0
-        #: Of each pass, what it needs if nothing leaves, and what copies change.
-        self._needs: list[tuple[int, list[tuple[int, int]]]] = []
         self._program = MixedProgram()
         self._beside: list[list[Term]] = [[] for _ in self._passes]
         at_once = {one.unit: self._program.column(integer=True) for one in tensors}
         self._columns = [self._copies(one, at_once[one.unit]) for one in tensors]
+        self._gone: list[int] = []
+        for unit in range(len(stages)):
+            self._fits(unit)
         for index, seconds in enumerate(self._passes):
-            self._fits(index)
             lasting = self._program.column(1.0, seconds / self._scale, math.inf)
             if self._beside[index]:
                 self._program.at_most(0, *self._beside[index], (-1, lasting))
@@ -157,26 +157,55 @@ class _PlacementRows:
         self._program.at_most(1, (1, found.away[1]), (1, at_once))
         return found
 
-    def _fits(self, index: int) -> None:
-        """What is on the GPU during a pass fits."""
-        count = len(self._stages)
-        if index == count:
-            return  # the loss: its memory is counted with the backward of the last unit
-        unit = index if index < count else self._use(index)
-        stage, backward = self._stages[unit], index > count
-        needed = sum(lower.input_bytes + lower.kept_bytes for lower in self._stages[: unit + 1])
-        needed += stage.gradient_bytes + stage.backward_bytes if backward else stage.keeping_bytes + stage.output_bytes
-        needed += sum(upper.left_bytes for upper in self._stages[unit + 1 :]) if backward else 0
-        changes: list[tuple[int, int]] = []
-        for one, columns in zip(self._tensors, self._columns, strict=True):
-            size = one.size_bytes
-            if one.unit < unit:
-                changes.append((-size, columns.away[0]))
-                changes += [(-size, columns.away[1])] if one.unit + 1 < index else []
-                changes += [(size, columns.back[1])] if self._use(one.unit) - 1 == index else []
-        self._needs.append((needed, changes))
-        parts = ((size / self._limit, column) for size, column in changes)
-        self._program.at_most(1 - needed / self._limit, *parts)
+    def _needed(self, unit: int) -> tuple[int, int]:
+        """What the forward and the backward of a unit need if nothing leaves; that of the last unit includes the loss."""
+        stage = self._stages[unit]
+        kept = sum(lower.input_bytes + lower.kept_bytes for lower in self._stages[: unit + 1])
+        left = sum(upper.left_bytes for upper in self._stages[unit + 1 :])
+        return kept + stage.keeping_bytes + stage.output_bytes, kept + stage.gradient_bytes + stage.backward_bytes + left
+
+    def _of(self, unit: int) -> list[tuple[int, _Columns]]:
+        """The tensors of a unit: size and columns."""
+        pairs = zip(self._tensors, self._columns, strict=True)
+        return [(one.size_bytes, columns) for one, columns in pairs if one.unit == unit]
+
+    def _fits(self, unit: int) -> None:
+        """What is on the GPU during the forward and the backward of a unit fits.
+
+        Of the unit below, what goes beside the forward is still there, and what comes back beside the backward already is. The
+        columns of ``_gone`` are what has left of a unit and of those below it.
+        """
+        forward, backward = self._needed(unit)
+        below = self._of(unit - 1)
+        at_once = [(-size / self._limit, columns.away[0]) for size, columns in below]
+        gone_before = [(-1.0, column) for column in self._gone[unit - 2 : unit - 1] if unit > 1]
+        self._program.at_most(1 - forward / self._limit, *at_once, *gone_before)
+        back = [(size / self._limit, columns.back[1]) for size, columns in below]
+        gone = [(-1.0, column) for column in self._gone[-1:]]
+        self._program.at_most(1 - backward / self._limit, *back, *gone)
+        self._gone.append(self._program.column(most=math.inf))
+        leaving = [(size / self._limit, column) for size, columns in self._of(unit) for column in columns.away]
+        self._program.at_most(0, *leaving, *((1.0, column) for column in self._gone[-2:-1]), (-1, self._gone[-1]), equal=True)
+
+    def _exceeds(self, placements: Sequence[Placement | None]) -> bool:
+        """Whether a pass needs more than the memory, added up exactly."""
+        gone = 0
+        sent = [0] * len(self._stages)
+        at_once, back = sent.copy(), sent.copy()
+        for one, placed in zip(self._tensors, placements, strict=True):
+            if placed is not None:
+                sent[one.unit] += one.size_bytes
+                at_once[one.unit] += one.size_bytes * (not placed.away_beside)
+                back[one.unit] += one.size_bytes * placed.back_beside
+        for unit in range(len(self._stages)):
+            forward, backward = self._needed(unit)
+            if unit:
+                forward -= gone + at_once[unit - 1]
+                backward -= gone + sent[unit - 1] - back[unit - 1]
+                gone += sent[unit - 1]
+            if max(forward, backward) > self._memory:
+                return True
+        return False
 
     def solve(self) -> _Checked:
         """Solve the program within the limits of the search."""
@@ -185,16 +214,13 @@ class _PlacementRows:
         if found.values is None:
             return _Checked(PlacementSearch(None, math.inf, bound), fits=True)
         chosen = found.values > 0.5
-        fits = all(
-            needed + sum(size for size, column in changes if chosen[column]) <= self._memory for needed, changes in self._needs
-        )
         placements = [
             Placement(bool(chosen[columns.away[1]]), bool(chosen[columns.back[1]]))
             if chosen[columns.away[0]] or chosen[columns.away[1]]
             else None
             for columns in self._columns
         ]
-        return _Checked(PlacementSearch(placements, self._cost(placements), bound), fits)
+        return _Checked(PlacementSearch(placements, self._cost(placements), bound), fits=not self._exceeds(placements))
 
     def _cost(self, placements: Sequence[Placement | None]) -> float:
         beside, waits = [0.0] * len(self._passes), 0.0
