@@ -68,7 +68,7 @@ class Alone(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class FirstInterval:
     """The first intervals of a unit's values.
 
     Args:
@@ -91,7 +91,7 @@ class IntervalSearch(NamedTuple):
         bound_ns: no intervals take less time for all forwards and recomputations. Infinite: nothing fits.
     """
 
-    intervals: list[Interval] | None
+    intervals: list[FirstInterval] | None
     bound_ns: float
 
 
@@ -114,7 +114,7 @@ def least_by_intervals(stages: Sequence[Stage], alone: Sequence[Alone], memory_b
     return IntervalSearch(again.intervals if fits else None, found.bound_ns)
 
 
-def peak_bytes(stages: Sequence[Stage], alone: Sequence[Alone], intervals: Sequence[Interval]) -> int:
+def peak_bytes(stages: Sequence[Stage], alone: Sequence[Alone], intervals: Sequence[FirstInterval]) -> int:
     """The most memory that a moment takes, added up exactly."""
     below = peak = 0
     left = sum(stage.left_bytes for stage in stages)
@@ -282,13 +282,13 @@ class _IntervalRows:
         intervals = None if found.values is None else self._intervals(found.values > 0.5)
         return IntervalSearch(intervals, max(least_ns, found.bound * self._scale))
 
-    def _intervals(self, values: NDArray[np.bool_]) -> list[Interval]:
+    def _intervals(self, values: NDArray[np.bool_]) -> list[FirstInterval]:
         found = []
         for unit in range(len(self._stages)):
             again = tuple(one.name for letter, one in self._tensors(unit) if values[self._columns[letter, unit]])
             if values[self._columns["k", unit]]:
-                found.append(Interval(Activations.SELECTIVE, again) if again else Interval(Activations.KEEP))
+                found.append(FirstInterval(Activations.SELECTIVE, again) if again else FirstInterval(Activations.KEEP))
             else:
                 has_input = values[self._columns["x", unit]]
-                found.append(Interval(Activations.RECOMPUTE if has_input else Activations.DROP))
+                found.append(FirstInterval(Activations.RECOMPUTE if has_input else Activations.DROP))
         return found

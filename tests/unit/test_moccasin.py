@@ -14,7 +14,7 @@ from autohete.plan import Activations, Plan, SavedRoute, UnitPlan
 from autohete.plan.policy import Judgement, Verdict
 from autohete.plan.rules import GpuUpdatesAfterBackward
 from autohete.planner.chain import Stage
-from autohete.planner.interval_program import GAP, Alone, Interval, Remade, least_by_intervals, peak_bytes
+from autohete.planner.interval_program import GAP, Alone, FirstInterval, Remade, least_by_intervals, peak_bytes
 from autohete.policies import parse_policy
 from autohete.policies.chain_costs import stages
 from autohete.policies.moccasin import what_is_made_alone
@@ -26,17 +26,22 @@ KEEP, SELECTIVE, RECOMPUTE, DROP = Activations
 NOTHING = Alone((), 0, 0)
 
 
-def intervals_of(units: int, names: tuple[str, ...]) -> Iterator[tuple[Interval, ...]]:
+def intervals_of(units: int, names: tuple[str, ...]) -> Iterator[tuple[FirstInterval, ...]]:
     """All ways to keep what so many units save, of which the first and last keep all."""
-    one = [Interval(KEEP), Interval(RECOMPUTE), Interval(DROP), *(Interval(SELECTIVE, (name,)) for name in names)]
+    one = [
+        FirstInterval(KEEP),
+        FirstInterval(RECOMPUTE),
+        FirstInterval(DROP),
+        *(FirstInterval(SELECTIVE, (name,)) for name in names),
+    ]
     for inner in product(one, repeat=units - 2):
-        chosen = (Interval(KEEP), *inner, Interval(KEEP))
+        chosen = (FirstInterval(KEEP), *inner, FirstInterval(KEEP))
         pairs = zip(chosen, chosen[1:], strict=False)
         if not any(upper.kept is DROP and lower.kept in (KEEP, SELECTIVE) for lower, upper in pairs):
             yield chosen
 
 
-def plan_of(intervals: tuple[Interval, ...]) -> Plan:
+def plan_of(intervals: tuple[FirstInterval, ...]) -> Plan:
     units = (UnitPlan(one.kept, saved=tuple(SavedRoute(name, recomputed=True) for name in one.again)) for one in intervals)
     return Plan("by hand", tuple(units), rules=(GpuUpdatesAfterBackward(),))
 
@@ -124,7 +129,7 @@ def test_the_launches_of_tensors_that_are_made_again_count() -> None:
     chain = [ends, stage, stage, replace(ends, backward_bytes=300)]
     slow, quick = Remade("slow", 30, 20, 1), Remade("quick", 30, 2, 9)
     alone = [NOTHING, Alone((slow, quick), 0, 0), Alone((slow, quick), 0, 0), NOTHING]
-    everything = peak_bytes(chain, alone, [Interval(KEEP)] * 4)
+    everything = peak_bytes(chain, alone, [FirstInterval(KEEP)] * 4)
     found = least_by_intervals(chain, alone, everything - 60)
     assert found.intervals is not None
     assert [one.again for one in found.intervals] == [(), ("quick",), ("quick",), ()]
