@@ -27,7 +27,9 @@ def test_no_other_placement_is_faster(micro_batches: int) -> None:
     profile = profile_with(10**6, micro_batches)
     judge, found = judge_for(profile), []
     for chosen in product(CHOICES, repeat=3):
-        some = {(unit, None): copies for unit, copies in enumerate(chosen, 1) if copies is not None}
+        some: dict[tuple[int, str | None], Placement] = {
+            (unit, None): copies for unit, copies in enumerate(chosen, 1) if copies is not None
+        }
         found.append(judge(plan_with(profile, some)))
     for budget in sorted({one.gpu_peak_bytes for one in found}):
         asked = profile_with(budget, micro_batches)
