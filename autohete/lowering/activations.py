@@ -56,7 +56,8 @@ class OffloadedActivations:
         if not self._copies.parts_away[unit] or user != b.first_backward(unit, micro_batch):
             return
         priority, forward = b.backward_priority(unit), TaskId(Kind.FORWARD, unit, micro_batch)
-        for part in self._copies.parts_away[unit]:
+        # What may begin earlier is issued earlier, so that on a fifo lane it does not queue behind what has to wait longer.
+        for part in sorted(self._copies.parts_away[unit], key=lambda part: -self._ahead(unit, part)):
             ahead = self._ahead(unit, part)
             move = self._move(Kind.FETCH_ACTIVATIONS, unit, micro_batch, part)
             there = self._at(move.source, move, unit, micro_batch)

@@ -14,9 +14,11 @@ from autohete.plan import Plan
 from autohete.plan.policy import Judge, Judgement, Verdict
 from autohete.planner.optimistic import OptimisticJudge, capacities
 from autohete.policies.autohete import AutoHete
+from autohete.policies.autotm import AutoTm
 from autohete.policies.capuchin import Capuchin
 from autohete.policies.dtr import Dtr
 from autohete.policies.flashneuron import FlashNeuron
+from autohete.policies.moccasin import Moccasin
 from autohete.policies.offload_activations import OffloadActivations
 from autohete.policies.pipeline import Pipeline
 from autohete.policies.pipeline_offload import PipelineOffload
@@ -27,7 +29,18 @@ from autohete.policies.superneurons import SuperNeurons
 from autohete.profile import Profile
 
 #: Systems that never move parameters, gradients or states.
-_STATES_ON_GPU = (OffloadActivations, Capuchin, SqrtCheckpoint, Rotor, Pofo, Dtr, FlashNeuron, SuperNeurons)
+_STATES_ON_GPU = (
+    OffloadActivations,
+    AutoTm,
+    Capuchin,
+    SqrtCheckpoint,
+    Rotor,
+    Moccasin,
+    Pofo,
+    Dtr,
+    FlashNeuron,
+    SuperNeurons,
+)
 #: Systems whose GPUs have memories of their own, each with other needs.
 _PIPELINES = (Pipeline, PipelineOffload)
 

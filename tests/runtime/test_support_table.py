@@ -33,7 +33,8 @@ BEGIN, END = "<!-- written by tests/runtime/test_support_table.py -->\n", "<!-- 
 BUDGETS = {
     **dict.fromkeys(("autohete", "joint"), "85%"),
     "block_swap": "90%",
-    **dict.fromkeys(("capuchin", "checkmate", "dtr", "flashneuron", "pofo", "rotor", "superneurons", "te_offload"), "95%"),
+    **dict.fromkeys(("autotm", "capuchin", "checkmate", "dtr", "flashneuron", "moccasin", "pofo", "rotor"), "95%"),
+    **dict.fromkeys(("superneurons", "te_offload"), "95%"),
 }
 #: With flags that move other values.
 FLAGS = (
