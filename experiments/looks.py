@@ -78,7 +78,7 @@ LOOKS = {
     "autohete": SystemLook("AutoHete", BLUE, "o"),
     "autohete:priority=off": SystemLook("AutoHete, no priority", BLUE, "o", hatch="xxxxx"),
     "dataflow": SystemLook("dataflow", FOREST, "P", "-."),
-    "trainstream": SystemLook("TrainStream", TEAL, "X", ":"),
+    "trainstream": SystemLook("TrainStream", TEAL, "h", ":"),
     "joint": SystemLook("joint", VERMILION, "d", "--"),
 }
 
