@@ -49,7 +49,7 @@ LOOKS = {
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
-    "roundpipe": SystemLook("RoundPipe", TEAL, "p", "-."),
+    "roundpipe": SystemLook("RoundPipe", TEAL, "1", "-."),
     "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
     "autotm": SystemLook("AutoTM", SAND, "o", "--"),
     "te_offload": SystemLook("Transformer Engine", SAND, "<", "--"),

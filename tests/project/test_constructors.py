@@ -39,9 +39,11 @@ RESULTS = {
     "Recomputation",
     "Resting",
     "Summary",
+    "TimedPass",
     "TracedWorkload",
     "UnitCollective",
     "UnitSizes",
+    "ValueGap",
 }
 
 
