@@ -47,6 +47,7 @@ def _untrained(unit: UnitPlan, *, has_backward: bool) -> UnitPlan:
         parameters=route,
         kept=unit.kept,
         saved=unit.saved,
+        results=unit.results,
         again=unit.again,
         zero_stage=unit.zero_stage,
         rank=unit.rank,
