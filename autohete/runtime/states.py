@@ -98,10 +98,12 @@ class States:
         self.updates_at: dict[int, UpdateSettings] = {}
         self.schedule, self.micro_batches, self._poison = schedule, schedule.micro_batches, poison
         self.kinds = _kinds_of_blocks(schedule, len(owned))
-        #: A slot also holds the gradient, which then has no bytes of its own in the schedule.
+        #: A slot also holds the gradient, which then has no bytes of its own in the schedule, in the first micro-batch either:
+        #: products that add to the sums of earlier ones have none in later ones.
         self._gradients_in_slots = any(
             (buffer.id.value, buffer.id.unit) == (Value.GRADIENTS, task.id.unit)
             and not buffer.size_bytes
+            and not buffer.id.micro_batch
             and owned[task.id.unit]  # those of a unit without trained parameters have no bytes either
             and self.kinds[task.id.unit] & _PREFETCHES
             for task in schedule.tasks

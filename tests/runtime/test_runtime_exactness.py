@@ -496,6 +496,15 @@ def test_what_only_the_simulator_does_is_refused(inner: UnitPlan, message: str) 
         train_by_schedule(SMALL, STEPS, schedule)
 
 
+def test_sums_in_place_are_not_taken_for_gradients_in_slots() -> None:
+    """Gradients of later micro-batches have no bytes where products add to the sums; the parameters that are fetched have."""
+    workload = replace(SMALL, micro_batches=2)
+    inner = UnitPlan(parameters=Route("host"), states=Route("host"))
+    plan = Plan("by hand", (UnitPlan(), *[inner] * SMALL.transformer_blocks, UnitPlan()), sums_in_place=True)
+    outcome, _ = train_by_schedule(workload, STEPS, lower(profile_of(workload), plan))
+    assert outcome == plainly(workload)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NEEDS)
 def test_every_kind_is_simulated_and_executed(kind: Kind) -> None:
