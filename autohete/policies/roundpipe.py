@@ -44,11 +44,11 @@ from enum import StrEnum
 from itertools import accumulate
 
 from autohete.errors import InputError, check_fields
-from autohete.plan import Activations, DealtStages, Footprint, Plan, Processor, Route, UnitPlan, Update
+from autohete.plan import DealtStages, Footprint, Plan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, UpdatesAfterBackward
+from autohete.policies.stages_in_turn import FP32_BYTES, check_dealt, dealt_units
 from autohete.profile import Profile
-from autohete.schedule import HOST_MEMORY
 
 #: Of the GPU's memory, what two stages may have of parameters and gradients (``model_memory_limit``); how much longer than the
 #: longest layer a stage may be (``upper_threshold``).
@@ -56,8 +56,6 @@ _MEMORY, _LONGER = 0.6, 1.1
 #: DRAM traffic of an update, bytes a parameter: reading gradient, master and two moments, writing the last three; and of casts:
 #: gradients of 16 bits to fp32, and masters to parameters of 16 bits.
 _UPDATE_BYTES, _CAST_BYTES = 28, 12
-#: Bytes a parameter on the host in fp32: masters, two moments, and gradients.
-_FP32_BYTES = 16
 
 
 class Grain(StrEnum):
@@ -85,37 +83,17 @@ class RoundPipe:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        hardware, last = profile.hardware, len(profile.units) - 1
-        if hardware.gpus > 1 and hardware.parallelism.neighbours > 1:
-            raise InputError(
-                f"roundpipe deals stages to all GPUs, but {hardware.parallelism.neighbours} divide sequences or experts "
-                f"({hardware.parallelism}): let them share nothing"
-            )
+        check_dealt("roundpipe", profile)
         dealt = cut(profile)
-        fused, ends = dealt.backward[0], set(dealt.backward)
-
-        def unit_of(unit: int) -> UnitPlan:
-            activations = Activations.DROP
-            if unit >= fused or unit < dealt.backward[-1]:
-                activations = Activations.KEEP
-            elif unit in ends or self.recompute_grain is Grain.LAYER:
-                activations = Activations.RECOMPUTE
-            rests = activations is Activations.RECOMPUTE and unit
-            return UnitPlan(
-                activations=activations,
-                parameters=Route(HOST_MEMORY, stays_after_forward=unit >= fused, stays_for_batches=True),
-                update=Update(on=Processor.CPU),
-                kept=Route(HOST_MEMORY) if rests else Route(),
-            )
-
+        layer_by_layer = self.recompute_grain is Grain.LAYER
         element = profile.element_bytes
         return Plan(
             policy="roundpipe",
-            units=tuple(map(unit_of, range(last + 1))),
+            units=dealt_units(dealt, len(profile.units), ahead=1, layer_by_layer=layer_by_layer),
             rules=(ByPriority(), UpdatesAfterBackward()),
             update_bytes=_UPDATE_BYTES,
             elementwise_bytes=_CAST_BYTES,
-            footprint=Footprint(host_parameter_bytes=element, host_optimizer_bytes=_FP32_BYTES + element),
+            footprint=Footprint(host_parameter_bytes=element, host_optimizer_bytes=FP32_BYTES + element),
             dealt=dealt,
             delayed=not self.synchronous,
         )
