@@ -40,7 +40,7 @@ from autohete.answer.policies import JOINT, longest_first
 from autohete.answer.result import Candidate
 from autohete.cli.app import run_app
 from autohete.files import make_folder
-from autohete.policies import POLICIES
+from autohete.policies import POLICIES, STALE
 from autohete.report.style import style
 from autohete.report.tables import table
 from experiments.best_flags import BestFlags, Least
@@ -126,12 +126,14 @@ def print_curves(drawn: Curves, missing: Sequence[str]) -> None:
 
 
 def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
-    """Draw the lines over logarithmic axes: each system's, the Pareto front of all but ``joint``, and ``joint``'s."""
+    """Draw the lines over logarithmic axes: each system's, the Pareto front of all but ``joint`` and those that delay updates,
+    and ``joint``'s.
+    """
     last = max(gib for points in drawn.values() for gib, _ in points)
     with style():
         figure = Figure(figsize=(7.0, 5.4), layout="constrained")
         axes = figure.subplots()
-        others = front({name: points for name, points in drawn.items() if name != JOINT})
+        others = front({name: points for name, points in drawn.items() if name not in (JOINT, *STALE)})
         _steps(axes, others, last, color="0.1", linewidth=2.6, zorder=2.5)
         for name, points in drawn.items():
             ours = name == JOINT
@@ -150,7 +152,8 @@ def draw(drawn: Curves, missing: Sequence[str], title: str) -> Figure:
         axes.set_ylim(min(times) / 1.3, max(times) * 1.4)
         axes.set_xlabel("GPU memory (GiB)")
         axes.set_ylabel("time per token (ms)")
-        axes.set_title("thick: Pareto front of all but joint; lines begin with the smallest GPU", fontsize=8)
+        but = "joint and *, which delays updates" if set(STALE) & set(drawn) else "joint"
+        axes.set_title(f"thick: Pareto front of all but {but}; lines begin with the smallest GPU", fontsize=8)
         without = f"\nno plan on any GPU: {', '.join(look(name).label for name in missing)}" if missing else ""
         figure.suptitle(title + without, fontsize=8)
         figure.draw_without_rendering()
@@ -175,7 +178,7 @@ def _put_names(axes: Axes, drawn: Curves) -> None:
     inside = axes.get_window_extent()
     for name, (x, y) in sorted(marks.items(), key=lambda mark: (mark[1][0], -mark[1][1])):
         text = axes.annotate(
-            look(name).label,
+            look(name).label + "*" * (name in STALE),
             drawn[name][0],
             (0, 0),
             textcoords="offset points",
