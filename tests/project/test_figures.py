@@ -398,8 +398,8 @@ def test_the_page_says_what_joint_gains_over_all_systems() -> None:
                 sizes.setdefault(row["model"], {}).setdefault(row["system"], set()).add(value(row, "gpu_memory_gib"))
     least = [of["joint"] for of in sizes.values()]
     assert all(len(size) == 1 for size in least)  # the same on each machine
-    first, second_, third = (f"{size:.1f}" for (size,) in least)
-    assert f"on GPUs of {first}, {second_} and {third} GiB" in said()
+    smallest = [f"{size:.1f}" for (size,) in least]
+    assert f"on GPUs of {smallest[0]}, {smallest[1]} and {smallest[2]} GiB" in said()
     assert all(min(of["joint"]) <= min(size) for of in sizes.values() for size in of.values())
     harmony, roundpipe = (" and ".join(f"{gib:.1f}" for gib in dealt[system]) for system in ("harmony", "roundpipe"))
     assert f"Harmony trains the first two models on GPUs of {harmony} GiB, RoundPipe on {roundpipe}." in said()
