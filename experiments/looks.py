@@ -49,7 +49,7 @@ LOOKS = {
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
-    "harmony": SystemLook("Harmony", TEAL, "3", ":"),
+    "harmony": SystemLook("Harmony", TEAL, "+", ":"),
     "roundpipe": SystemLook("RoundPipe", TEAL, "1", "-."),
     "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
     "autotm": SystemLook("AutoTM", SAND, "o", "--"),

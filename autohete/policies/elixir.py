@@ -87,7 +87,7 @@ class Elixir:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ChunkPlacement:
     """Where chunks are.
 
     Args:
@@ -116,7 +116,7 @@ class Placement:
         return 1 + max(chain.from_iterable(self.units), default=-1)
 
 
-def placement(profile: Profile, activations: Activations, judge: Judge) -> Placement:
+def placement(profile: Profile, activations: Activations, judge: Judge) -> ChunkPlacement:
     """What ``optimal_search`` decides."""
     gpus, element = profile.hardware.gpus, profile.element_bytes
     by_unit = list(host_arrays.tensors_by_unit(profile))
@@ -150,7 +150,7 @@ def placement(profile: Profile, activations: Activations, judge: Judge) -> Place
         room -= states * private // gpus * private_on_gpu
         blocks += min(max(0, room) // size, most_blocks - blocks)
     _, fetched = fetches(_steps(units, by_unit, size, activations), blocks)
-    return Placement(size, blocks, on_gpu, private_on_gpu, units, frozenset(range(chunks)) - fetched)
+    return ChunkPlacement(size, blocks, on_gpu, private_on_gpu, units, frozenset(range(chunks)) - fetched)
 
 
 def _capacity(profile: Profile, activations: Activations, judge: Judge) -> float:
@@ -272,7 +272,7 @@ def _on_cpu(profile: Profile, activations: Activations, parameters: Route, unit:
     )
 
 
-def _plan(profile: Profile, activations: Activations, chosen: Placement) -> Plan:
+def _plan(profile: Profile, activations: Activations, chosen: ChunkPlacement) -> Plan:
     gpus, element = profile.hardware.gpus, profile.element_bytes
     tied, mixed = profile.workload.tied_embeddings, traffic.is_mixed(profile)
     cached, units = 0, []

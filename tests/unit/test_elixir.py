@@ -15,7 +15,7 @@ from autohete.lowering import lower
 from autohete.plan import Activations, Format, Plan, Processor
 from autohete.plan.policy import Judgement, Verdict
 from autohete.policies import parse_policy
-from autohete.policies.elixir import Placement, cache_comes_first, fetches, packed, placement
+from autohete.policies.elixir import ChunkPlacement, cache_comes_first, fetches, packed, placement
 from autohete.policies.host_arrays import tensors_by_unit
 from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
@@ -30,7 +30,7 @@ def profile_of(gib: int, gpus: int = 1) -> Profile:
     return analytic_profile(FP16, replace(NODE, gpu=replace(NODE.gpu, memory_bytes=gib * 2**30)).shared_by(gpus))
 
 
-def placed(profile: Profile) -> Placement:
+def placed(profile: Profile) -> ChunkPlacement:
     return placement(profile, Activations.RECOMPUTE, judge_for(profile))
 
 
