@@ -44,7 +44,7 @@ from autohete.plan import DealtStages, Footprint, Plan
 from autohete.plan.policy import Judge, Judgement, Verdict, estimates
 from autohete.plan.rules import Barrier
 from autohete.policies import traffic
-from autohete.policies.stages_in_turn import FP32_BYTES, check_dealt, dealt_units
+from autohete.policies.stages_in_turn import FP32_BYTES, bytes_of_units, check_dealt, dealt_units, seconds_of_units
 from autohete.profile import Profile
 
 #: Of the GPU's memory, what a pack may take: 10 of 11 GiB (``memory_cap`` in ``sched_args.py``); how often it falls by a tenth.
@@ -134,15 +134,9 @@ class _Layers:
     """What each layer takes by itself, time and bytes, without its input; and the input, of which a pack has one."""
 
     def __init__(self, profile: Profile, capacity: float) -> None:
-        units, element, last = profile.units, profile.element_bytes, len(profile.units) - 1
-        parameters = [profile.parameter_bytes(i) for i in range(len(units))]
-        gradients = [profile.gradient_elements(i) * element for i in range(len(units))]
-        if profile.workload.tied_embeddings:  # the head has the matrix as well
-            parameters[-1], gradients[-1] = parameters[-1] + parameters[0], gradients[-1] + gradients[0]
+        units, (parameters, gradients) = profile.units, bytes_of_units(profile)
+        self.forward_seconds, self.backward_seconds = seconds_of_units(profile)
         outputs = [*(unit.input_bytes for unit in units[1:]), profile.loss.logits_bytes]
-        self.forward_seconds = [unit.forward_seconds for unit in units]
-        self.backward_seconds = [unit.forward_seconds + unit.backward_seconds for unit in units]
-        self.backward_seconds[last] += profile.loss.seconds
         self.forward = [
             size + unit.checkpointed_workspace_bytes + output
             for size, unit, output in zip(parameters, units, outputs, strict=True)

@@ -47,7 +47,7 @@ from autohete.errors import InputError, check_fields
 from autohete.plan import DealtStages, Footprint, Plan
 from autohete.plan.policy import Judge
 from autohete.plan.rules import ByPriority, UpdatesAfterBackward
-from autohete.policies.stages_in_turn import FP32_BYTES, check_dealt, dealt_units
+from autohete.policies.stages_in_turn import FP32_BYTES, bytes_of_units, check_dealt, dealt_units, seconds_of_units
 from autohete.profile import Profile
 
 #: Of the GPU's memory, what two stages may have of parameters and gradients (``model_memory_limit``); how much longer than the
@@ -106,14 +106,8 @@ def cut(profile: Profile) -> DealtStages:
         InputError: there are fewer than GPUs.
     """
     units, first, gpus = profile.units, profile.first_trained, profile.hardware.gpus
-    forward = [unit.forward_seconds for unit in units]
-    backward = [unit.forward_seconds + unit.backward_seconds for unit in units]
-    backward[-1] += profile.loss.seconds
-    sizes = [profile.parameter_bytes(i) for i in range(len(units))]
-    with_gradients = [size + profile.gradient_elements(i) * profile.element_bytes for i, size in enumerate(sizes)]
-    if profile.workload.tied_embeddings:  # the head has the matrix as well
-        sizes[-1] += sizes[0]
-        with_gradients[-1] += with_gradients[0]
+    (forward, backward), (sizes, gradients) = seconds_of_units(profile), bytes_of_units(profile)
+    with_gradients = [size + gradient for size, gradient in zip(sizes, gradients, strict=True)]
     most = max(profile.hardware.gpu_capacity_bytes * _MEMORY / 2, *with_gradients)
     longest = max(*forward, *backward)
     best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None

@@ -52,3 +52,29 @@ def dealt_units(dealt: DealtStages, units: int, *, ahead: int, layer_by_layer: b
         )
 
     return tuple(map(unit_of, range(units)))
+
+
+def seconds_of_units(profile: Profile) -> tuple[list[float], list[float]]:
+    """GPU time of each unit's forward, and of its recomputation and backward with the loss.
+
+    Args:
+        profile: the units.
+    """
+    forward = [unit.forward_seconds for unit in profile.units]
+    backward = [unit.forward_seconds + unit.backward_seconds for unit in profile.units]
+    backward[-1] += profile.loss.seconds
+    return forward, backward
+
+
+def bytes_of_units(profile: Profile) -> tuple[list[int], list[int]]:
+    """Each unit's parameters and gradients in bytes. A head has the matrix that it shares with the embedding as well.
+
+    Args:
+        profile: the units.
+    """
+    parameters = [profile.parameter_bytes(i) for i in range(len(profile.units))]
+    gradients = [profile.gradient_elements(i) * profile.element_bytes for i in range(len(profile.units))]
+    if profile.workload.tied_embeddings:
+        parameters[-1] += parameters[0]
+        gradients[-1] += gradients[0]
+    return parameters, gradients

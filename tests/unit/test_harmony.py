@@ -51,7 +51,9 @@ def test_forward_takes_the_packs_of_backward_or_larger_ones() -> None:
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_every_gpu_has_a_task(gpus: int) -> None:
     """However much memory there is, no GPU is left without a task."""
-    for one in candidates(of(7, gpus), PLENTY):
+    found = [*candidates(of(7, gpus), PLENTY)]
+    assert found
+    for one in found:
         assert len(one.forward) + len(one.backward) >= gpus
 
 
