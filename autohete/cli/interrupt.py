@@ -9,11 +9,14 @@ cleaned up on the way out; a second interrupt does not wait for that.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -101,15 +104,31 @@ def interruptible(program: str) -> Iterator[None]:
     try:
         handler.working = True
         yield
-    except BaseException:
+    except BaseException as error:
         if not handler.interrupted:
             raise
+        _close_generators(error)
     finally:
         handler.working = False
+        if not handler.interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left is the interpreter's end
     if handler.interrupted:
         handler.report()
-        atexit._run_exitfuncs()  # such as joblib's, which ends its processes
+        for process in multiprocessing.active_children():  # exit functions wait for them, for idle ones of joblib 5 minutes
+            process.terminate()
+        atexit._run_exitfuncs()  # such as joblib's, which removes its folders
         handler.end()  # skips the interpreter's teardown, which aborts threads that are in native code
+
+
+def _close_generators(error: BaseException) -> None:
+    """Close the generators in the frames that an interrupt ended, as if ``error`` were caught: they end their processes.
+
+    The interrupt is the error or was handled when the error was raised: Cyclopts makes a SystemExit of it.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__context__
 
 
 def end_with(parent: int) -> None:
@@ -165,5 +184,16 @@ def in_processes(
     watched = {"initializer": _begin, "initargs": (os.getpid(),)}
     parallel = joblib.Parallel(n_jobs=jobs, return_as=returns, batch_size=batch_size, **watched)
     with children_uninterrupted():
-        results: Generator[Any] = parallel(joblib.delayed(function)(*each) for each in arguments)
-    return results
+        results = parallel(joblib.delayed(function)(*each) for each in arguments)
+    return _closed_quietly(results)
+
+
+def _closed_quietly(results: Generator[Any]) -> Generator[Any]:
+    """Pass results on; without joblib's warning where the reader stops before the end, such as at a closed pipe."""
+    try:
+        for result in results:  # noqa: UP028  (`yield from` closes it outside of what follows)
+            yield result
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            results.close()

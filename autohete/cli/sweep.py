@@ -6,8 +6,7 @@ import json
 import os
 import sys
 import time
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -290,18 +289,7 @@ def _rows(missing: Sequence[Setting], keys: Sequence[str], jobs: int | None, clu
     if jobs <= 1:
         return (_row(setting, keys) for setting in missing)
     # Batches that take a fraction of a second: a policy that searches takes a hundred times as long as one that does not.
-    return _quietly(in_processes(_row, ((setting, keys) for setting in missing), jobs, batch_size="auto"))
-
-
-def _quietly(rows: Generator[Row]) -> Iterator[Row]:
-    """Pass rows on; without joblib's warning where the reader stops before the end, such as at a closed pipe."""
-    try:
-        for row in rows:  # noqa: UP028  (`yield from` closes it outside of what follows)
-            yield row
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            rows.close()
+    return in_processes(_row, ((setting, keys) for setting in missing), jobs, batch_size="auto")
 
 
 def _with_progress(rows: Iterator[Row], total: int) -> Iterator[Row]:

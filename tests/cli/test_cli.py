@@ -558,6 +558,37 @@ def test_interrupted_work_is_cleaned_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "clean-up, exit functions", "x: interrupted\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "work",
+    [
+        "for _ in in_processes(partial, [(abs,), (sleep, 0), (sleep, 0)], 2): kill(getpid(), SIGINT)",
+        "for _ in in_processes(sleep, [(0,), (600,)], 2): kill(getpid(), SIGINT)",
+        "Stages(2, None)('x', [partial(kill, getpid(), SIGINT), partial(sleep, 600)])",
+        "Stages(2, 600)('x', [partial(kill, getpid(), SIGINT), partial(sleep, 600)])",
+    ],
+    ids=["idle", "at work", "waiting", "until a deadline"],
+)
+def test_an_interrupt_ends_processes(work: str) -> None:
+    """An interrupt ends processes at once, whether the program waits for their results or has some at hand."""
+    code = (
+        "from functools import partial\n"
+        "from os import getpid, kill\n"
+        "from signal import SIGINT\n"
+        "from time import sleep\n"
+        "from cyclopts import App\n"
+        "from autohete.cli.app import run_app\n"
+        "from autohete.cli.interrupt import in_processes\n"
+        "from autohete.cli.parallel import Stages\n"
+        f"def command() -> None:\n    {work}\n"
+        "run_app(App(name='x', default_command=command))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60
+    )  # also waits for the processes that have its pipes
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "x: interrupted\n")
+
+
 @pytest.mark.parametrize("wait", ["class X:\n    def __del__(self): hit()\nX()", "hit(); hit()"])
 def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
     """An interrupt in a finalizer, where Python drops exceptions, and a second one both end the program with one line."""
