@@ -50,6 +50,7 @@ LOOKS = {
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
     "harmony": SystemLook("Harmony", TEAL, "+", ":"),
+    "mobius": SystemLook("Mobius", TEAL, ">", "-."),
     "roundpipe": SystemLook("RoundPipe", TEAL, "1", "-."),
     "superneurons": SystemLook("SuperNeurons", SAND, "d", ":"),
     "autotm": SystemLook("AutoTM", SAND, "o", "--"),

@@ -61,8 +61,8 @@ def of_one_rank(profile: Profile, plan: Plan) -> Profile:
 def ranks_of(plan: Plan, micro_batches: int) -> list[PipelineRank]:
     """What each rank of a pipeline computes; a single one if every rank computes all units."""
     if plan.dealt is not None:
-        stages = plan.dealt.stages(len(plan.units))
-        return [_dealt(rank, stages[rank :: plan.ranks], micro_batches) for rank in range(plan.ranks)]
+        dealt = plan.dealt.turns(len(plan.units))
+        return [_dealt(rank, [stage for stage, its in dealt if its == rank], micro_batches) for rank in range(plan.ranks)]
     ranks, found = plan.ranks, []
     at_once = plan.is_pipeline and plan.pass_order is PassOrder.ALL_FORWARDS_FIRST
     for rank in range(ranks):

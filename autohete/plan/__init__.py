@@ -341,9 +341,9 @@ class Plan(Hashed):
         if self.dealt is None:
             return tuple(unit.rank or 0 for unit in self.units)
         found = [0] * len(self.units)
-        for turn, stage in enumerate(self.dealt.stages(len(self.units))):
+        for stage, rank in self.dealt.turns(len(self.units)):
             if stage.backward if backward else stage.forward:
-                found[stage.units.start : stage.units.stop] = [turn % self.dealt.ranks] * len(stage.units)
+                found[stage.units.start : stage.units.stop] = [rank] * len(stage.units)
         return tuple(found)
 
     @property

@@ -20,8 +20,6 @@ from autohete.policies.dtr import Dtr
 from autohete.policies.flashneuron import FlashNeuron
 from autohete.policies.moccasin import Moccasin
 from autohete.policies.offload_activations import OffloadActivations
-from autohete.policies.pipeline import Pipeline
-from autohete.policies.pipeline_offload import PipelineOffload
 from autohete.policies.pofo import Pofo
 from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
@@ -41,8 +39,6 @@ _STATES_ON_GPU = (
     FlashNeuron,
     SuperNeurons,
 )
-#: Systems whose GPUs have memories of their own, each with other needs.
-_PIPELINES = (Pipeline, PipelineOffload)
 
 
 def shipped_plans(profile: Profile, judge: Judge, best: float, but: type[policies.System]) -> Iterator[Plan]:
@@ -97,9 +93,9 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     others = {name: size for name, size in capacities(profile.hardware).items() if name != memory}
     optimist, best = OptimisticJudge(little, 0.0), None
     for system in _systems(but):
-        for variant in () if system in (AutoHete, *_PIPELINES) else policies.variants(system, profile):
+        for variant in () if system is AutoHete else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
-            if answer is None:
+            if answer is None or answer[0].is_pipeline:  # whose GPUs have memories of their own, each with other needs
                 continue
             plan, rests = answer[0], answer[1].peaks
             if rests[memory] >= enough or any(rests[other] > size for other, size in others.items()):

@@ -389,7 +389,7 @@ def test_the_page_says_what_joint_gains_over_all_systems() -> None:
     assert (other["model"], other["hardware"]) == ("qwen3-14b", "rtx4090-workstation")
     assert f"takes {1 + value(other, 'gain_percent') / 100:.1f} times as long" in said()
     sizes: dict[str, dict[str, set[float]]] = {}
-    dealt: dict[str, list[float]] = {"harmony": [], "roundpipe": []}
+    dealt: dict[str, list[float]] = {"harmony": [], "roundpipe": [], "mobius": []}
     for row in rows(WRITTEN / "fig_systems_memory.csv"):
         if row["gpu_memory_gib"]:
             if row["gpus"] == "4" and row["system"] in dealt:
@@ -401,8 +401,9 @@ def test_the_page_says_what_joint_gains_over_all_systems() -> None:
     smallest = [f"{size:.1f}" for (size,) in least]
     assert f"on GPUs of {smallest[0]}, {smallest[1]} and {smallest[2]} GiB" in said()
     assert all(min(of["joint"]) <= min(size) for of in sizes.values() for size in of.values())
-    harmony, roundpipe = (" and ".join(f"{gib:.1f}" for gib in dealt[system]) for system in ("harmony", "roundpipe"))
-    assert f"Harmony trains the first two models on GPUs of {harmony} GiB, RoundPipe on {roundpipe}." in said()
+    harmony, roundpipe, mobius = (" and ".join(f"{gib:.1f}" for gib in sizes[:2]) for sizes in dealt.values())
+    assert f"Harmony trains the first two models on GPUs of {harmony} GiB, RoundPipe on {roundpipe}, Mobius" in said()
+    assert f"Mobius on {mobius}." in said()
 
 
 def test_the_page_says_how_all_systems_compare_by_memory() -> None:
