@@ -180,6 +180,8 @@ def in_processes(
     """
     import joblib
 
+    # joblib replaces a process whose memory has grown, and says so.
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)
     returns = "generator" if ordered else "generator_unordered"
     watched = {"initializer": _begin, "initargs": (os.getpid(),)}
     parallel = joblib.Parallel(n_jobs=jobs, return_as=returns, batch_size=batch_size, **watched)

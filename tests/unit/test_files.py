@@ -45,10 +45,10 @@ def test_text_is_utf8_with_or_without_a_mark(tmp_path: Path) -> None:
 )
 def test_toml_is_parsed_in_a_time_that_grows_with_its_length(text: str) -> None:
     """Keys of many parts, deep nesting and endless integers are errors, in less than a second."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ValueError):  # noqa: PT011  (the messages are tomllib's and json's)
         parse_toml(text)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_what_a_command_has_read_is_not_overwritten(tmp_path: Path) -> None:

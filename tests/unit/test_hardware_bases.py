@@ -226,10 +226,10 @@ def test_a_chain_of_bases_has_an_end(tmp_path: Path) -> None:
     """A file based on another, and that on the next, is refused after 16 of them, however many there are."""
     for number in range(300):
         (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(InputError, match=r"0.toml' has more than 16 bases"):
         read_hardware(tmp_path / "0.toml")
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
     write(tmp_path / "15.toml", "")
     assert read_hardware(tmp_path / "0.toml") == read_hardware(NODE)
 
@@ -237,8 +237,8 @@ def test_a_chain_of_bases_has_an_end(tmp_path: Path) -> None:
 def test_an_error_is_no_longer_than_its_use(tmp_path: Path) -> None:
     """Of many faults 20 are listed, and the others counted; suggestions for them take no time."""
     path = write(tmp_path / "many.toml", "".join(f"key{number} = 1\n" for number in range(20_000)))
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(InputError, match=r"key19: unknown key.*; and 19,980 more$") as refusal:
         read_hardware(path)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert len(str(refusal.value)) < 5000

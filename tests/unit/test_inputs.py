@@ -61,12 +61,12 @@ def test_a_quantity_that_is_not_one_is_refused(text: str) -> None:
 )
 def test_a_long_text_is_refused_as_soon_as_a_short_one(text: str) -> None:
     """Reading takes no time that grows with the square of the length, and the error repeats only the beginning."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     for read in (parse_count, lambda text: parse_quantity(text, "bandwidth")):
         with pytest.raises(InputError) as refusal:
             read(text)
         assert len(str(refusal.value)) < 500
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
 
 
 @given(st.sampled_from(sorted(UNITS)), st.data())
