@@ -3,9 +3,9 @@
 Based on its code, github Zijie-Tian/pipe_train at c688b6d, ``torchmobius/`` (``kernel.py``, ``hook.py``, ``attribute.py``,
 ``balance/blockpartition.py``), and ``real_train.py``.
 
-- Stages go to the GPUs in turn, as many to each; a GPU computes the forward of a stage for all micro-batches, then that of its
-  next stage, and so on; then their backwards in the opposite order. Each stage is recomputed from its input, which rests on the
-  host until then.
+- Stages go to the GPUs in turn, the same number to each. A GPU computes the forward of a stage for all micro-batches, then that
+  of its next stage, and so on; then their backwards in the opposite order. Each stage is recomputed from its input, which rests
+  on the host until then.
 - When the first micro-batch enters a stage, the GPU's next stage begins to be uploaded (``bind_fwd_tensor``), and in backward
   its stage before (``bind_bwd_tensor``). Parameters are dropped after forward, so the stage with which a GPU begins backward is
   uploaded anew, and not ahead.

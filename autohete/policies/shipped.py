@@ -84,8 +84,8 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
 def least_shipped(
     profile: Profile, judge: Judge, memory: str, enough: float, but: type[policies.System]
 ) -> tuple[int, Plan] | None:
-    """The plan of a shipped system that needs the least of one memory if copies wait for space, with its bytes. Those of a
-    pipeline do not wait, and each of its GPUs needs what it needs.
+    """The plan of a shipped system that needs the least of one memory if copies wait for space, with its bytes. In a pipeline
+    no copy waits, and the GPU that needs the most counts.
 
     Args:
         profile: its other memories must suffice.
@@ -115,7 +115,7 @@ def least_shipped(
 
 
 def _needs(profile: Profile, judge: Judge, plan: Plan, memories: Iterable[str]) -> dict[str, int]:
-    """Bytes of each of these memories with which ``plan`` can be carried out; of a GPU's memory those of the fullest."""
+    """The bytes of each of these memories that ``plan`` needs; of the GPU's, those of the GPU that needs the most."""
     if not plan.is_pipeline:
         schedule = lower(profile, plan)
         return {memory: least_bytes(schedule, memory) for memory in memories}

@@ -589,6 +589,22 @@ def test_an_interrupt_ends_processes(work: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "x: interrupted\n")
 
 
+def test_an_interrupt_after_the_work_changes_nothing() -> None:
+    """Once a command has ended, an interrupt is ignored, as what is left is the end of the interpreter."""
+    code = (
+        "import os, signal\n"
+        "from cyclopts import App\n"
+        "from autohete.cli.app import run_app\n"
+        "run_app(App(name='x', default_command=lambda: None))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('the end')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
+
+
 @pytest.mark.parametrize("wait", ["class X:\n    def __del__(self): hit()\nX()", "hit(); hit()"])
 def test_an_interrupt_that_cannot_be_passed_on_ends_at_once(wait: str) -> None:
     """An interrupt in a finalizer, where Python drops exceptions, and a second one both end the program with one line."""

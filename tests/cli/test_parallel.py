@@ -42,7 +42,7 @@ def test_after_the_deadline_there_are_no_more_results() -> None:
     begin = time.monotonic()
     results = run("test", [partial(slept, 0.0), partial(slept, 600.0)])
     assert results == [0.0, None]
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 30
     assert run("test", [partial(slept, 0.0)]) == [None]
 
 
