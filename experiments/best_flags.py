@@ -14,9 +14,8 @@ from autohete.plan.policy import Verdict
 from autohete.planner.optimistic import OptimisticJudge, lower_bytes
 from autohete.policies import NamedPolicy, parse_policy, search_space
 from autohete.profile import Profile, analytic_profile
-from autohete.schedule import GPU_MEMORY
+from autohete.schedule import GPU_MEMORY, is_gpu
 from autohete.simulate import simulate_policy, with_memory
-from autohete.simulate.simulation import is_gpu
 from experiments.shared import Cell
 
 #: GPUs of other sizes are tried in tenths of a GiB.

@@ -333,7 +333,7 @@ class PlanFamily:
                 continue
             needed, plan = least
             if needed <= have:
-                return replace(plan, memory_waits=True)
+                return plan if plan.is_pipeline else replace(plan, memory_waits=True)
             binds = binds or (objective, have, needed)
         assert binds is not None, "on a GPU that is large enough everything fits without a host"
         memory, have, needed = binds
@@ -344,7 +344,7 @@ class PlanFamily:
         if quick:
             return self._least_of_choices(problem, *_QUICKLY)
         best = self._least_of_choices(problem, _CORNERS, _MEASUREMENTS)
-        other = least_shipped(self.profile, problem.objective, math.inf if best is None else best[0], Joint)
+        other = least_shipped(self.profile, self._judge, problem.objective, math.inf if best is None else best[0], Joint)
         return other or best
 
     def _least_of_choices(self, problem: Relaxation, most: int, measurements: int) -> tuple[float, Plan] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autohete import policies
@@ -25,6 +25,7 @@ from autohete.policies.rotor import Rotor
 from autohete.policies.sqrt_checkpoint import SqrtCheckpoint
 from autohete.policies.superneurons import SuperNeurons
 from autohete.profile import Profile
+from autohete.schedule import GPU_MEMORY, is_gpu
 
 #: Systems that never move parameters, gradients or states.
 _STATES_ON_GPU = (
@@ -80,11 +81,15 @@ def _hopeful(profile: Profile, best: float, but: type[policies.System]) -> Itera
                 yield bound, variant
 
 
-def least_shipped(profile: Profile, memory: str, enough: float, but: type[policies.System]) -> tuple[int, Plan] | None:
-    """The plan of a shipped system that needs the least of one memory if copies wait for space, with its bytes.
+def least_shipped(
+    profile: Profile, judge: Judge, memory: str, enough: float, but: type[policies.System]
+) -> tuple[int, Plan] | None:
+    """The plan of a shipped system that needs the least of one memory if copies wait for space, with its bytes. Those of a
+    pipeline do not wait, and each of its GPUs needs what it needs.
 
     Args:
         profile: its other memories must suffice.
+        judge: time and memory of a plan.
         memory: the memory.
         enough: bytes with which a plan is known. None is returned if no other needs less.
         but: the system that is not asked.
@@ -95,19 +100,28 @@ def least_shipped(profile: Profile, memory: str, enough: float, but: type[polici
     for system in _systems(but):
         for variant in () if system is AutoHete else policies.variants(system, profile):
             answer = _judged(variant, little, optimist)
-            if answer is None or answer[0].is_pipeline:  # whose GPUs have memories of their own, each with other needs
+            if answer is None:
                 continue
             plan, rests = answer[0], answer[1].peaks
             if rests[memory] >= enough or any(rests[other] > size for other, size in others.items()):
                 continue
             try:
-                schedule = lower(profile, plan)
+                needs = _needs(profile, judge, plan, (memory, *others))
             except (InfeasibleError, InputError):
                 continue
-            needed = least_bytes(schedule, memory)
-            if needed < enough and all(least_bytes(schedule, other) <= size for other, size in others.items()):
-                enough, best = needed, (needed, plan)
+            if needs[memory] < enough and all(needs[other] <= size for other, size in others.items()):
+                enough, best = needs[memory], (needs[memory], plan)
     return best
+
+
+def _needs(profile: Profile, judge: Judge, plan: Plan, memories: Iterable[str]) -> dict[str, int]:
+    """Bytes of each of these memories with which ``plan`` can be carried out; of a GPU's memory those of the fullest."""
+    if not plan.is_pipeline:
+        schedule = lower(profile, plan)
+        return {memory: least_bytes(schedule, memory) for memory in memories}
+    peaks = judge(plan).peaks
+    fullest = max(size for memory, size in peaks.items() if is_gpu(memory))
+    return {memory: fullest if memory == GPU_MEMORY else peaks.get(memory, 0) for memory in memories}
 
 
 def _systems(but: type[policies.System]) -> list[type[policies.System]]:

@@ -28,6 +28,11 @@ SEND = "send"
 LINK, MULTIPROCESSORS, CPU_BESIDE_GPU = "link", "multiprocessors", "cpu_beside_gpu"
 
 
+def is_gpu(memory: str) -> bool:
+    """Whether ``memory`` is that of a GPU, of any rank."""
+    return memory.partition(".")[0] == GPU_MEMORY
+
+
 class Kind(StrEnum):
     """The kind of a task. The value is its mnemonic in task ids."""
 

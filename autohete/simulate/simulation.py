@@ -15,7 +15,7 @@ from autohete.plan import Plan
 from autohete.plan.policy import Verdict
 from autohete.profile import Profile
 from autohete.quantities import format_bytes, format_rate, format_seconds
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY, Schedule
+from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Schedule, is_gpu
 from autohete.sim import SimExecutor
 from autohete.simulate.tensors import TensorSizes
 from autohete.tabular import facts_html
@@ -148,11 +148,6 @@ class Simulation:
         hardware = self.profile.hardware
         shared_by = hardware.all_gpus / self.plan.batches(hardware.batches)
         return self.profile.workload.model_flops / shared_by / self.iteration_seconds * 1e-12
-
-
-def is_gpu(memory: str) -> bool:
-    """Whether ``memory`` is that of a GPU, of any rank."""
-    return memory.partition(".")[0] == GPU_MEMORY
 
 
 def verdict(*memories: Occupancy) -> Verdict:

@@ -24,10 +24,9 @@ from autohete.policies import parse_policy
 from autohete.policies.roundpipe import cut
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.takeover import check_executable
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId, Value, parse_schedule, validate
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind, Schedule, TaskId, Value, is_gpu, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
-from autohete.simulate.simulation import is_gpu
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule

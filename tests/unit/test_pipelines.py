@@ -25,10 +25,9 @@ from autohete.planner.optimistic import OptimisticJudge, lower_bytes
 from autohete.policies import parse_policy, search_space
 from autohete.policies.pipeline import even_stages
 from autohete.profile import LossProfile, Profile, analytic_profile
-from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, parse_schedule, validate
+from autohete.schedule import GPU_MEMORY, TRANSFERS, Kind, Schedule, Task, TaskId, Value, is_gpu, parse_schedule, validate
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
-from autohete.simulate.simulation import is_gpu
 from autohete.testing import checks, strategies
 from autohete.testing.checks import Paths
 from autohete.testing.list_scheduler import list_schedule
