@@ -69,6 +69,8 @@ class Decided:
         decided = {each.activations for each in self.blocks}
         if decided - {Activations.KEEP, Activations.RECOMPUTE} or len(decided) > 1:
             raise InputError("recomputes some blocks or some operations only, where it offers all or none")
+        if any(each.results for each in self.blocks):
+            raise InputError("keeps results of some products, where it recomputes all or nothing: plan with checkpointing=full")
         if any(each.activations_leave for each in self.blocks):
             raise InputError("offloads activations, which it does not")
         return Activations.RECOMPUTE in decided

@@ -62,6 +62,8 @@ class TrainerFiles:
             raise InputError("has no values on drives with several ranks: plan without them, or for one GPU")
         if _far(decided) - {"nvme"}:
             raise InputError("has one place besides GPU and host, nvme: plan with that")
+        if any(unit.results for unit in decided.plan.units):
+            raise InputError("keeps no results of products for recomputations: plan without them")
 
     def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -15,6 +15,7 @@ from autohete.frameworks.settings_text import toml_text
 from autohete.frameworks.training_script import facts, torchrun
 from autohete.policies.fsdp2_offload import Fsdp2Offload
 from autohete.policies.resident import Resident
+from autohete.profile.costs import ALTERNATE
 from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
 
@@ -96,6 +97,12 @@ class TorchtitanFiles:
                 "mixed_precision_reduce": "float32",
             },
             "parallelism": {"data_parallel_shard_degree": -1, "fsdp_reshard_after_forward": "always"},
-            "activation_checkpoint": {"mode": "full" if decided.recomputes else "none"},
+            "activation_checkpoint": _checkpointing(decided),
             "compile": {"enable": False},
         }
+
+
+def _checkpointing(decided: Decided) -> dict[str, str]:
+    if all([one.name for one in block.results] == [ALTERNATE] for block in decided.blocks):
+        return {"mode": "selective", "selective_ac_option": "op"}
+    return {"mode": "full" if decided.recomputes else "none"}

@@ -59,8 +59,8 @@ class BlockSwap:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.checkpointing is Checkpointing.SELECTIVE:
-            raise InputError("block_swap:checkpointing=selective is not in musubi-tuner: give full, none or best")
+        if self.checkpointing in (Checkpointing.SELECTIVE, Checkpointing.ALTERNATE):
+            raise InputError(f"block_swap:checkpointing={self.checkpointing} is not in musubi-tuner: give full, none or best")
         if self.h2d_only and self.checkpointing is Checkpointing.NONE:
             raise InputError(
                 "block_swap:h2d_only needs checkpointing, as its weights are overwritten: give full, or leave one out"

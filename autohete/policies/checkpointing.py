@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 
-from autohete.errors import check_member
+from autohete.errors import InputError, check_member
 from autohete.lowering import never_fits
-from autohete.plan import Activations, Plan
+from autohete.plan import Activations, Plan, SavedRoute
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.profile import Profile
+from autohete.profile.costs import ALTERNATE
 from autohete.workload import Kernels
 
 #: Operations of the host that ``torch.utils.checkpoint``, reentrant, adds to the recomputation of a block of transformers.
@@ -19,11 +20,17 @@ _CHECKPOINT_OPERATIONS = 60
 
 
 class Checkpointing(StrEnum):
-    """Which transformer blocks recompute their activations: all, all selectively, none, or the better of all and none."""
+    """Which transformer blocks recompute their activations: all, all selectively, none, or the better of all and none.
+
+    ``ALTERNATE`` recomputes all but the results of every second product with weights and of fused attention: ``op`` of
+    torchtitan (9dec370, ``parallelize_llama.py``, ``_apply_ac_to_transformer_block``), which fms-fsdp and others have as well.
+    What the host does for it, a call of Python for each operation, is not modelled.
+    """
 
     BEST = "best"
     FULL = "full"
     SELECTIVE = "selective"
+    ALTERNATE = "alternate"
     NONE = "none"
 
 
@@ -45,6 +52,8 @@ def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], 
 
     if choice is Checkpointing.FULL:
         return recomputing()
+    if choice is Checkpointing.ALTERNATE:
+        return _alternate(recomputing(), profile)
     if choice is Checkpointing.SELECTIVE:
         return plan_for(Activations.SELECTIVE)
     if choice is Checkpointing.NONE:
@@ -53,3 +62,17 @@ def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], 
     if judge(full).verdict is Verdict.OK and never_fits(profile, none):
         return full  # the other need not be simulated
     return better([full, none], judge)
+
+
+def _alternate(plan: Plan, profile: Profile) -> Plan:
+    """``plan``, whose recomputations take the results of every second product."""
+    again = [one.activations is Activations.RECOMPUTE for one in plan.units]
+    for i, (unit, recomputes) in enumerate(zip(profile.units, again, strict=True)):
+        if recomputes and ALTERNATE not in [one.name for one in unit.results]:
+            raise InputError(
+                "checkpointing=alternate needs blocks of softmax attention and a dense MLP, without adapters, whose profile "
+                f"names what their products give, but unit {i} is none: give full or selective"
+            )
+    kept = (SavedRoute(ALTERNATE),)
+    units = (replace(one, results=kept) if recomputes else one for one, recomputes in zip(plan.units, again, strict=True))
+    return replace(plan, units=tuple(units))

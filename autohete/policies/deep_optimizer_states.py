@@ -45,7 +45,7 @@ class DeepOptimizerStates:
     """Deep Optimizer States.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         stride: one of every ``stride`` units is updated on the GPU (``prefetch_optimizer_gap``). None: as many as keep the
             CPU busy while the states of that unit are fetched, updated and copied back.
         async_gradients: gradient copies overlap backward (``part_grads_async``, off by default in the code).

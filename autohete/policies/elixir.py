@@ -59,7 +59,7 @@ class Elixir:
     """Elixir.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

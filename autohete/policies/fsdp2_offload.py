@@ -58,7 +58,7 @@ class Fsdp2Offload:
     """FSDP2 with parameters, gradients and optimizer on the host.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         torch: the version whose behaviour is modelled.
         pin_memory: ``CPUOffloadPolicy.pin_memory``.
         fused: the optimizer is created with ``fused=True``.

@@ -46,7 +46,7 @@ class MegatronHybrid:
     """Optimizer CPU offload.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         percent: of the parameters, updated on the CPU; from 100 on all. None: the least that fits.
         overlap: copies overlap updates (``--overlap-cpu-optimizer-d2h-h2d``).
     """

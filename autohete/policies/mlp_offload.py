@@ -37,7 +37,7 @@ class MlpOffload:
     """MLP-Offload. Needs hardware with a table ``[places.nvme]``, or with that of another place.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         cached: number of units whose states are cached in host memory. None: as many as fit.
         reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.
         place: the place of the hardware where optimizer states rest.

@@ -46,7 +46,7 @@ class PatrickStar:
     """PatrickStar.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         chunk_size: elements of a chunk, in Mi (the run script's default is 256).
         gpu_share: share of the GPU's memory that may be used (``overall_gpu_mem_ratio``; 0.8 in the code, 0.9 in its
             benchmarks), in percent.

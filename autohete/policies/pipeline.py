@@ -63,7 +63,7 @@ class Pipeline:
         fp32_sums: gradients are summed and reduced in fp32, in memory that is always held (Megatron's
             ``--accumulate-allreduce-grads-in-fp32``, which ``--bf16`` implies).
         overlap_grad_reduce: these reduce gradients during the last backward.
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
     """
 
     order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD

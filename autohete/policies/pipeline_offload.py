@@ -50,7 +50,7 @@ class PipelineOffload:
     Args:
         percent: the fraction. None: the smallest multiple of 10 with which the model fits.
         chunks, ranks, zero_stage, fp32_sums: see :class:`autohete.policies.pipeline.Pipeline`.
-        checkpointing: full, selective, none, or the better of full and none. With full, nothing is offloaded.
+        checkpointing: full, selective, alternate, none, or the better of full and none. With full, nothing is offloaded.
     """
 
     percent: int | None = None

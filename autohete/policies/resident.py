@@ -43,7 +43,7 @@ class Resident:
     """Everything on the GPU. Gradients live until a fused AdamW uses them, after backward or in it.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         zero_stage: what several GPUs shard: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well.
         in_backward: each unit is updated as soon as its gradients are complete, which frees them (torchtune's
             ``optimizer_in_bwd``).

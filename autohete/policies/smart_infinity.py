@@ -38,7 +38,7 @@ class SmartInfinity:
     """Smart-Infinity. Needs hardware with a table ``[places.nvme]`` that has ``update_bandwidth``, or with another such place.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         half: drives return updated parameters in the format of the GPU instead of fp32.
         place: the place of the hardware where the optimizer rests, and which updates.
     """

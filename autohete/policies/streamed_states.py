@@ -46,7 +46,7 @@ class StreamedStates:
     """Streamed optimizer states.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         weights: weights also rest on the host (``--shard-weights`` with ``--offload-master``).
         inputs: the inputs of blocks also rest on the host, and blocks are recomputed from them (``--offload-residual``).
     """

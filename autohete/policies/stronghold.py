@@ -59,7 +59,7 @@ class StrongHold:
     """StrongHold.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         window: number of blocks in the window. None: the fastest that fits.
         window_optimizer: the processor that updates what stays on the GPU. The artifact uses the GPU; ``best`` is the
             faster that fits.

@@ -38,7 +38,7 @@ class SuperOffload:
     """SuperOffload.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         ratio: percentage of the optimizer on the CPU. None: the least that fits.
     """
 

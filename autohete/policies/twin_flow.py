@@ -54,7 +54,7 @@ class TwinFlow:
     """Twin-Flow.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         ratio: percent of the parameters that the CPU updates. None: the smallest that fits the GPU's memory, as the blog
             advises. The code's default is 100.
         pin_memory: ``offload_optimizer.pin_memory``.

@@ -44,7 +44,7 @@ class Zero3Offload:
     """ZeRO stage 3 with offload.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         offload_param: the parameters rest on the host, as well as the optimizer.
         pin_memory: ``offload_optimizer.pin_memory``, off by default up to 0.19.4. Off, gradient copies block backward.
         pin_parameters: ``offload_param.pin_memory``. Copies of units with frozen parameters need it to be fast.

@@ -42,7 +42,7 @@ class ZeroInfinity:
     """ZeRO-Infinity with the optimizer on NVMe. Needs hardware with a table ``[places.nvme]``, or with that of another place.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         pipeline: ``pipeline_read`` and ``pipeline_write``.
         offload_param: parameters of the transformer blocks rest on the host.
         reduce_scatter: as in DeepSpeed's configuration; off, several GPUs all-reduce gradients.

@@ -102,7 +102,7 @@ class ZeroOffload:
     """ZeRO-Offload.
 
     Args:
-        checkpointing: full, selective, none, or the better of full and none.
+        checkpointing: full, selective, alternate, none, or the better of full and none.
         deepspeed: the version whose behaviour is modelled.
         pin_memory: ``offload_optimizer.pin_memory``; None: the version's default.
         bucket_size: ``reduce_bucket_size`` in millions of elements.

@@ -29,6 +29,9 @@ LONGEST_TASK_SECONDS = 5e7
 #: 2026-11. Glibc returns blocks of more than 32 MiB to Linux when they are freed, so their pages are new each time.
 FIRST_TOUCH_BANDWIDTH = 2e9
 
+#: Among the results of a block: those of every second product with weights, and that of fused attention.
+ALTERNATE = "alternate"
+
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:

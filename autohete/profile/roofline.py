@@ -18,7 +18,7 @@ from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
 from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, shares_input
 from autohete.profile.attention import check_attention
-from autohete.profile.costs import LossProfile, Profile, SavedTensors, UnitProfile
+from autohete.profile.costs import ALTERNATE, LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.divided import ALONE_GROUP, BatchGroup, divided_part, part_of_rank
 from autohete.profile.kernels.cross_entropy import head_kernels
 from autohete.profile.kernels.decoders import (
@@ -29,7 +29,7 @@ from autohete.profile.kernels.decoders import (
     norm_part,
     widened_part,
 )
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
+from autohete.profile.kernels.gpt2 import FLASH, GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
@@ -38,7 +38,7 @@ from autohete.workload import BlockRole, LossKernels, Workload
 from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
-from autohete.workload.training import FIRST, LAST
+from autohete.workload.training import FIRST, LAST, LinearLayer, linear_layers
 
 #: Transformer Engine casts weights in each forward, and keeps the result and its transpose for backward; of inputs it keeps
 #: the transpose (2.x, ``pytorch/module/linear.py``: ``get_weight_workspace``, without a cache unless ``is_first_microbatch`` is
@@ -48,6 +48,10 @@ _FP8_COPIES, _FP8_INPUT = 2, 1
 #: follows a norm or an activation that is computed again is cast again from its result (Megatron Core 0.14,
 #: ``set_for_recompute_input_layernorm`` and ``set_save_original_input``).
 _FP8_CAST = Operation("cast", "Transformer Engine 2, cast_transpose", forward=2, forward_kernels=1, kept_copies=_FP8_INPUT)
+
+
+def _has_bias(layer: LinearLayer, mixer: Attention, mlp: Mlp) -> bool:
+    return (mixer.bias if layer.row == FIRST else mixer.output_bias) if layer.mixes else mlp.bias
 
 
 def analytic_profile(workload: Workload, hardware: Hardware) -> Profile:
@@ -294,7 +298,7 @@ class _Roofline(Rates):
             saved += self._saved_in_fp8(unit, copied)
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
-            results = tuple(self._results(unit))
+            results = (*self._results(unit), *self._alternate_results(unit, part, last=shorter is None))
             # The table's workspaces include the output, and in backward its gradient and that of the input. Of a narrow MLP
             # those two alone are more.
             workspaces = (
@@ -340,6 +344,30 @@ class _Roofline(Rates):
                     size = self.element * w.tokens * product.columns
                     seconds, _ = self._product_seconds(product, trained=w.trains_base(unit), fp8=w.training.fp8)
                     yield SavedTensors(f"{type(component).__name__.lower()}_{number}", size, seconds)
+
+    def _alternate_results(self, unit: int, part: Part, *, last: bool) -> Iterator[SavedTensors]:
+        """What :data:`ALTERNATE` names: the results of every second product with weights, and that of fused attention.
+
+        Products are counted as autograd calls ``mm``, which a layer with a bias does not. Whether sublayers are units or not,
+        the count begins anew only with a block. Without ``last`` the last product is in no recomputation.
+        """
+        w, block = self.workload, self.workload.block(unit)
+        mixer, mlp = block.mixer, block.feed_forward
+        if not (isinstance(mixer, Attention) and isinstance(mlp, Mlp)) or w.training.lora is not None:
+            return
+        layers = [one for one in linear_layers(block, w.hidden_size) if not _has_bias(one, mixer, mlp)]
+        here = {isinstance(component, Attention) for component in w.components(unit)}
+        size, seconds = 0, 0.0
+        for layer in (one for one in layers[::2] if one.mixes in here):
+            size += self.element * w.tokens * layer.shape.columns
+            if last or layer.mixes or layer.row != LAST:
+                seconds += self._product_seconds(layer.shape, fp8=w.training.fp8)[0]
+        if True in here and self.kernels.flash:
+            rows = Part(tuple(one for one in part.operations if one.name == FLASH))
+            size += round(w.tokens * (self.element * mixer.query_size + 4 * mixer.heads))
+            seconds += self._core_seconds(mixer)[0] + self._elementwise_seconds(rows, "forward", 0)
+        if size:
+            yield SavedTensors(ALTERNATE, size, seconds)
 
     def _routed_parameters(self, unit: int) -> int:
         """Parameters of experts that are divided among GPUs."""

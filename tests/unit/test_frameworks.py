@@ -51,6 +51,7 @@ RUN_BY = [
     ("zero_infinity", LLAMA, "deepspeed llamafactory trainer"),
     ("fsdp2_offload", LLAMA, "fsdp2 torchtitan trainer"),
     ("fsdp2_offload:pin_memory=off", replace(LLAMA, precision=Precision.FP32), "fsdp2 trainer"),
+    ("fsdp2_offload:checkpointing=alternate", LLAMA, ""),
     ("resident", LLAMA, "megatron trainer"),
     ("resident", replace(LLAMA, training=PURE), "torch llamafactory torchtune trainer"),
     ("resident:in_backward", replace(LLAMA, training=PURE), "torchtune trainer"),
@@ -99,9 +100,14 @@ def _check_files(files: dict[str, str]) -> None:
 
 
 def test_torchtitan_has_its_own_models() -> None:
-    """A bundled model runs there as it is published, and is refused with fewer blocks."""
+    """A bundled model runs there as it is published, also with its own checkpointing, and is refused with fewer blocks."""
     llama = replace(read_model("llama-3.1-8b"), batch_size=2)
     assert "torchtitan" in runs_in(decided("fsdp2_offload", llama))
+    alternate = decided("fsdp2_offload:checkpointing=alternate", llama)
+    assert runs_in(alternate) == ("torchtitan",)
+    written = tomllib.loads(files_of("torchtitan", alternate)["train.toml"])["activation_checkpoint"]
+    assert written == {"mode": "selective", "selective_ac_option": "op"}
+    assert {f"activation_checkpoint.{key}" for key in written} <= schema("torchtitan")
     assert "without another transformer_blocks" in refusal(
         BY_NAME["torchtitan"], decided("fsdp2_offload", replace(llama, transformer_blocks=16))
     )

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autohete.profile.kernels.gpt2 import Operation, Part, Selection, core_alone
+from autohete.profile.kernels.gpt2 import FLASH, Operation, Part, Selection, core_alone
 from autohete.workload.model import (
     LINEAR_CHUNK,
     Activation,
@@ -104,7 +104,7 @@ def widened_part(part: Part) -> Part:
     bit (PyTorch's lists of operations for autocast), and a linear layer in NF4 returns its result as it got its input
     (bitsandbytes, ``nn/modules.py``: ``Linear4bit.forward``).
     """
-    narrow = {*INPUT_ROWS, "flash attention", "copy of the result", "repeated keys and values", _CORE}
+    narrow = {*INPUT_ROWS, FLASH, "copy of the result", "repeated keys and values", _CORE}
     wide = (one if one.name in narrow else replace(one, kept=0, kept_fp32=one.kept_fp32 + one.kept) for one in part.operations)
     return replace(part, operations=tuple(wide))
 
@@ -229,7 +229,7 @@ class _Eager(_Rows):
         if self.flash:
             both = kept + result
             source = "aten flash_attn (Dao 2023)"
-            yield self.row("flash attention", source, (1, 5), forward=both, backward=3 * both, kept=both, kept_fp32=a.heads)
+            yield self.row(FLASH, source, (1, 5), forward=both, backward=3 * both, kept=both, kept_fp32=a.heads)
             if self.block.joint:  # its result lies as its queries do, which were put together head by head
                 yield self.row("copy of the result", source, (1, 0), forward=2 * result, kept=result)
             return
@@ -383,7 +383,7 @@ class _Fused(_Rows):
         """Attention, which keeps queries, keys, values and its result."""
         if self.flash:
             source = "FlashAttention (Dao 2023), algorithms 1 and 2"
-            yield self.row("flash attention", source, (1, 3), forward=kept, backward=2 * kept, kept=kept, kept_fp32=heads)
+            yield self.row(FLASH, source, (1, 3), forward=kept, backward=2 * kept, kept=kept, kept_fp32=heads)
             return
         source = f"{_MEGATRON}fusions/fused_softmax.py"
         yield self.row("copies for the products", source, (1, 4), forward=kept, backward=kept, kept=kept)

@@ -255,6 +255,8 @@ def _rows(prefix: dict[str, str], *rows: tuple[object, ...]) -> tuple[Operation,
     return tuple(Operation(str(row[0]), path(str(row[1])), *row[2:]) for row in rows)  # type: ignore[arg-type]
 
 
+#: The row of FlashAttention.
+FLASH = "flash attention"
 #: Hugging Face transformers v4.28.1, ``src/transformers``.
 _HF = {"G": "models/gpt2/modeling_gpt2.py", "A": "activations.py", "P": "pytorch_utils.py"}
 #: NVIDIA Megatron-LM, ``megatron/model``, at v2.5 and at 23.06.
@@ -315,7 +317,7 @@ GPT2_ROWS = {
 #: With scaled_dot_product_attention and its flash kernel, queries, keys, values and the merged heads need no copies.
 _HF_FLASH = (
     Operation("split of q, k, v", "models/gpt2/modeling_gpt2.py (5.x)", backward=6, kept=3, backward_kernels=1),
-    Operation("flash attention", "Dao et al. 2022, algorithms 2 and 4", 4, 8, kept=1, forward_kernels=1, backward_kernels=3),
+    Operation(FLASH, "Dao et al. 2022, algorithms 2 and 4", 4, 8, kept=1, forward_kernels=1, backward_kernels=3),
 )
 _MEGATRON_NORM = _rows(
     _MEGATRON,
@@ -335,7 +337,7 @@ _MEGATRON_FLASH = _rows(
     _MEGATRON_2306,
     ("query_key_value", "F:340", 0, 3, 0, 0, 1, 0, 0, 0, 1, 3),
     ("q, k, v for flash attention", "F:662", 6, 6, 0, 0, 3, 0, 0, 0, 3, 1),
-    ("flash attention", "F:392", 4, 8, 0, 0, 1, 0, 0, 0, 1, 3),
+    (FLASH, "F:392", 4, 8, 0, 0, 1, 0, 0, 0, 1, 3),
     ("copy of context", "F:669", 2, 0, 0, 0, 1, 0, 0, 0, 1, 0),
 )
 _MEGATRON_PROJECTION = _rows(
