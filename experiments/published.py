@@ -57,7 +57,7 @@ from autohete.report.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, s
 from autohete.report.tables import FittedTable, console, print_text, table
 from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
-from autohete.workload import WORKLOADS, FusedAttention, Kernels, LossKernels, Precision, Units, Workload
+from autohete.workload import WORKLOADS, AttentionMask, FusedAttention, Kernels, LossKernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
@@ -182,7 +182,8 @@ class Source(_Table):
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
-    texts = {"precision": Precision, "kernels": Kernels, "attention": FusedAttention, "units": Units, "loss": LossKernels}
+    texts = {"precision": Precision, "kernels": Kernels, "units": Units, "loss": LossKernels}
+    texts |= {"attention": FusedAttention, "attention_mask": AttentionMask}
     for field, kind in texts.items():
         if field in fields:
             fields[field] = kind(fields[field])

@@ -11,7 +11,7 @@ from cyclopts import Parameter, Token
 from autohete.cli.groups import HARDWARE, MODEL, TRAINING
 from autohete.cli.named import HardwareName
 from autohete.errors import InputError, check_fields
-from autohete.workload import FusedAttention, Kernels, LossKernels, Precision, Units, Workload, named_workload
+from autohete.workload import AttentionMask, FusedAttention, Kernels, LossKernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
@@ -110,6 +110,9 @@ class Shape:
     attention:
         Implementation of attention in fused, lean and eager_flash kernels: FlashAttention fa1, fa2 or fa3, cudnn, triton (of
         2023) or efficient (xFormers). Default: what PyTorch takes on the GPU.
+    attention_mask:
+        Attention gets a mask as a tensor, as transformers makes one of padded sequences, so that it computes all scores: bool
+        (transformers 5, a copy in each block) or additive (transformers 4, shared by all blocks). For eager_flash kernels.
     units:
         Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
     loss:
@@ -162,6 +165,7 @@ class Shape:
     tied_embeddings: Annotated[bool | None, Parameter(group=MODEL)] = None
     kernels: Kernels | None = None
     attention: FusedAttention | None = None
+    attention_mask: AttentionMask | None = None
     units: Units | None = None
     loss: LossKernels | None = None
     chunked_loss: bool | None = None

@@ -132,6 +132,7 @@ class Abilities:
             "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
             "frozen lower blocks": training.last_blocks is not None,
             "attention other than PyTorch's": workload.attention not in (None, taken),
+            "masks of padded sequences": workload.attention_mask is not None,
             "documents within a sequence": workload.document_length is not None,
             "a loss in chunks": workload.chunked_loss and not self.chunked_loss,
             "a loss other than its own": workload.loss is not None,

@@ -1,8 +1,9 @@
 """The cost that low-rank adapters and a quantised base add to the passes of a unit.
 
 An adapter is computed as PEFT does it (00336949, ``tuners/lora/layer.py``, ``Linear.forward``): ``result + B(A(x)) * scaling``
-in two products and two elementwise kernels; in backward the gradient is scaled, and that of ``x`` is added to the base one. A
-weight in NF4 is dequantised in every pass that uses it, as bitsandbytes does (``autograd/_functions.py``, ``MatMul4Bit``): its
+in two products and two elementwise kernels; in backward the gradient is scaled, and that of ``x`` is added to the base one.
+Adapters in fp32 that get a cast input compute all that in fp32, without TF32, which PyTorch does not use by itself. A weight in
+NF4 is dequantised in every pass that uses it, as bitsandbytes does (``autograd/_functions.py``, ``MatMul4Bit``): its
 bytes are read and 16 bit (or fp32) written, in three kernels with double quantisation.
 
 What adapters keep depends on how they are held (:class:`~autohete.workload.training.Adapters`): the result of A, and if their
@@ -17,11 +18,10 @@ from dataclasses import astuple, dataclass
 
 from autohete.profile.kernels.gpt2 import Operation
 from autohete.workload import Workload
-from autohete.workload.model import Product
+from autohete.workload.model import Attention, Product
 from autohete.workload.training import LAST, NF4_BYTES, Adapters, LinearLayer
 
-#: Elementwise accesses of an adapter: to its result in forward and in backward, to its input in backward, per element.
-_RESULT_FORWARD, _RESULT_BACKWARD, _INPUT_BACKWARD = 5, 2, 3
+_FP32_BYTES = 4
 #: What the host does for an adapter besides launching these kernels, forward and backward: casts, dropout that drops nothing,
 #: modules within modules (5 to 16 and 2 to 8 in several counts); the modules that are called, and the parameters of A and B.
 #: PEFT 0.21.2 (benchmarks/host_time.py).
@@ -63,10 +63,14 @@ def input_cast(workload: Workload) -> Operation:
     """What a copy of a layer's input takes and keeps. Under autocast a layer casts its input from 16 bit to fp32, the format of
     the adapter, and autocast casts it back; what is in fp32 already is cast once, and layers in NF4 cast nothing else.
     """
-    casts = 1 if workload.is_prepared else int(_drops_fp32(workload)) * (1 + (workload.adapters is Adapters.AUTOCAST))
-    kept = _input_bytes(workload)
+    casts, kept = _input_casts(workload), _input_bytes(workload)
     source = "PEFT 0.21, tuners/lora/layer.py: Linear.forward"
     return Operation("cast", source, forward=casts, forward_fp32=casts, forward_kernels=casts, kept_copies=kept)
+
+
+def _input_casts(workload: Workload) -> int:
+    """How often an adapter's input is cast from one format to the other, forward; as often its gradient is, backward."""
+    return 1 if workload.is_prepared else int(_drops_fp32(workload)) * (1 + (workload.adapters is Adapters.AUTOCAST))
 
 
 def _drops_fp32(workload: Workload) -> bool:
@@ -96,31 +100,74 @@ def _kept_bytes(workload: Workload, layers: tuple[LinearLayer, ...]) -> int:
     return kept
 
 
+def _accesses(workload: Workload, *, quantised: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that an adapter's elementwise kernels access, forward and backward: for an element of its result, and of its input.
+
+    The result is scaled and added, the gradient scaled, and that of the input added to the base one. Adapters of a base in NF4
+    clone its result first (``tuners/lora/bnb.py``, ``Linear4bit.forward``) and cast their own before they add it; others add it
+    in fp32 and cast the sum.
+    """
+    narrow, stream = workload.precision.element_bytes, workload.stream_bytes
+    cast = narrow + _FP32_BYTES
+    if workload.adapters is Adapters.CAST:
+        added = cast + 5 * narrow if quantised else cast + _FP32_BYTES + cast
+        result = 2 * _FP32_BYTES + added, 2 * _FP32_BYTES + cast * (1 if quantised else 2)
+    else:
+        cloned = 2 * stream * quantised
+        result = cloned + 3 * narrow + 2 * stream, 2 * narrow + cast * (stream != narrow)
+    casts = cast * _input_casts(workload)
+    return result, (casts, casts + 3 * stream)
+
+
+def _prepared_casts(workload: Workload, unit: int) -> int:
+    """Bytes that casts of a token access in a unit that is prepared, forward and as many backward: layers in NF4 take inputs in
+    fp32, multiply in 16 bit and return fp32, and attention casts that back. What follows it is in 16 bit.
+    """
+    mixer = workload.block(unit).mixer
+    if not (workload.is_prepared and workload.quantised_parameters(unit)):
+        return 0
+    wide = [one.shape for one in workload.linear_layers(unit) if not (one.mixes and one.row == LAST)]
+    elements = sum(shape.rows * (shape.inner + shape.columns) for shape in wide)
+    if isinstance(mixer, Attention) and any(one.mixes for one in workload.linear_layers(unit)):
+        elements += mixer.query_size + 2 * mixer.key_value_size
+    return (workload.precision.element_bytes + _FP32_BYTES) * elements
+
+
 def additions(
-    workload: Workload, unit: int, product_seconds: Callable[[Product], tuple[float, float]], bandwidth: float
+    workload: Workload, unit: int, product_seconds: Callable[[Product, bool], tuple[float, float]], bandwidth: float
 ) -> Additions:
     """Return the cost that adapters and quantisation add to ``unit``.
 
     Args:
         workload: the model and its training.
         unit: counted from 0.
-        product_seconds: time of a product forward and backward.
+        product_seconds: time of a product forward and backward; True: in fp32.
         bandwidth: of the GPU's memory in bytes/s.
     """
     element, tokens, layers = workload.precision.element_bytes, workload.tokens, workload.adapted_layers(unit)
-    times = [product_seconds(product) for product in workload.adapter_products(unit)]
+    times = [product_seconds(product, workload.adapters is Adapters.CAST) for product in workload.adapter_products(unit)]
+    quantised = workload.linear_layers(unit) if workload.quantised_parameters(unit) else ()
     results = sum(layer.shape.rows * layer.shape.columns for layer in layers)
     inputs = sum(layer.shape.rows * layer.shape.inner for layer in layers)
-    traffic = element * tokens / bandwidth
-    quantised = workload.linear_layers(unit) if workload.quantised_parameters(unit) else ()
+    sizes = results * tokens / bandwidth, inputs * tokens / bandwidth
+    casts = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
+    of_result, of_input = _accesses(workload, quantised=bool(quantised))
     dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
+    cast = ((element + _FP32_BYTES) * casts + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0
     dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth
     return Additions(
-        forward_seconds=sum(forward for forward, _ in times) + _RESULT_FORWARD * results * traffic + dequantised + dropped,
-        backward_seconds=sum(backward for _, backward in times)
-        + (_RESULT_BACKWARD * results + _INPUT_BACKWARD * inputs) * traffic
+        forward_seconds=sum(forward for forward, _ in times)
+        + of_result[0] * sizes[0]
+        + of_input[0] * sizes[1]
         + dequantised
+        + cast
+        + dropped,
+        backward_seconds=sum(backward for _, backward in times)
+        + of_result[1] * sizes[0]
+        + of_input[1] * sizes[1]
+        + dequantised
+        + cast
         + dropped,
         forward_kernels=(_KERNELS[0] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
         backward_kernels=(_KERNELS[1] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),

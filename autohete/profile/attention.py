@@ -9,8 +9,9 @@ All rates were fitted to measurements without a causal mask. Those with one chec
 Sources: [2] README of Dao-AILab/flash-attention at 0251105a, figures of A100 and H100, forward and backward together, split on
 an A100 by the 73 and 63 % of the peak that FlashAttention-2 (arXiv 2307.08691, section 4.1) gives; [3] FlashAttention-3 (arXiv
 2407.08608), figures 5 and 6; [c] NVIDIA/cudnn-frontend at 3929da2, ``benchmark/sdpa_benchmark_training/results``: cuDNN 9.19
-on H200 and 9.22 on GB200; [s] thu-ml/SageAttention, ``assets``: forward on RTX 3090, 4090 and 5090; [b] Dao-AILab/
-flash-attention issue 1589 and pull 2605, and meta-pytorch/tritonbench pull 171: B200.
+on H200 and 9.22 on GB200; [f] pytorch/pytorch pull 137036, comment of 2024-10-29: H100, heads of 64, 16,384 keys; [s]
+thu-ml/SageAttention, ``assets``: forward on RTX 3090, 4090 and 5090; [b] Dao-AILab/flash-attention issue 1589 and pull 2605,
+and meta-pytorch/tritonbench pull 171: B200.
 """
 
 from __future__ import annotations
@@ -87,11 +88,18 @@ _OWN = {
         9.0: Speed(742, (419, 707, 598), (452, 610, 516), (160, 390)),  # [c], of 64 and 256 [3]
         10.0: Speed(1550, (1175, 1747, 1747), (1030, 1396, 1396), (300, 400)),  # [c], of 64 [b]
     },
-    # Backward: as on an A100, 0.40 to 0.48 of FlashAttention 2's.
+    # Backward on GeForce: as on an A100, 0.40 to 0.48 of FlashAttention 2's. On H100 larger heads in the proportion of an A100.
     FusedAttention.EFFICIENT: {
         8.6: Speed(75.8, (46, 46, 46), (27, 32, 28), (90, 260)),  # [s]
         8.9: Speed(163.5, (126, 106, 106), (64, 76, 67), (90, 260)),  # [s]
+        9.0: Speed(742, (140, 161, 142), (107, 141, 124), (92, 265)),  # [f]
     },
+}
+#: With a mask each head reads its scores' part of it. Times that this takes longer than at the bandwidth of the GPU's memory,
+#: forward and backward: 16.1 and 11.7 ms (efficient), 28.9 and 17.6 ms (cuDNN) for 34 GB [f].
+MASK_READS: dict[FusedAttention, tuple[float, float]] = {
+    FusedAttention.EFFICIENT: (1.4, 1.0),
+    FusedAttention.CUDNN: (2.4, 1.5),
 }
 #: Rates of the others as shares of FlashAttention 2's, on an A100 [2]. cuDNN on Ampere, Ada and GeForce has the same algorithm
 #: (its documentation), and no public rates.
@@ -115,24 +123,25 @@ _RUNS_ON = {
 _UNKNOWN = 8.0
 
 
-def default_attention(capability: float | None, value_size: int = 128) -> FusedAttention:
+def default_attention(capability: float | None, value_size: int = 128, *, masked: bool = False) -> FusedAttention:
     """What ``scaled_dot_product_attention`` of PyTorch 2.13 takes (``priority_order`` in ``sdp_utils.cpp``): cuDNN on Hopper
     and on Blackwell for data centres, if heads have at most 128 elements (``check_cudnn_tensor_shapes``), elsewhere
-    FlashAttention 2, and before Ampere the memory-efficient kernel. Transformer Engine 2 prefers the same two.
+    FlashAttention 2, and with a mask or before Ampere the memory-efficient kernel. Transformer Engine 2 prefers the same two.
 
     Args:
         capability: compute capability; None: not known.
         value_size: elements of a head's values.
+        masked: it gets a mask, which FlashAttention 2 does not take (``check_for_attn_mask``).
     """
     if capability is not None and 9 <= capability < 11 and value_size <= 128:
         return FusedAttention.CUDNN
-    return FusedAttention.EFFICIENT if capability is not None and capability < 8 else FusedAttention.FA2
+    old = capability is not None and capability < 8
+    return FusedAttention.EFFICIENT if old or masked else FusedAttention.FA2
 
 
-def attention_speed(asked: FusedAttention | None, capability: float | None, value_size: int) -> Speed:
-    """The speed of an implementation, or of PyTorch's choice."""
+def attention_speed(made: FusedAttention, capability: float | None) -> Speed:
+    """The speed of an implementation."""
     capability = _UNKNOWN if capability is None else capability
-    made = asked or default_attention(capability, value_size)
     table = _OWN.get(made, {})
     near = [each for each in table if each <= capability < int(each) + 1]
     if near:

@@ -83,6 +83,11 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
         raise InputError(
             f"kernels {workload.kernels} compute all scores of a sequence at once, so cp cannot divide it: use fused"
         )
+    if context > 1 and workload.attention_mask is not None:
+        raise InputError(
+            f"attention_mask is {workload.attention_mask}, a mask of whole sequences, so cp cannot divide them: leave out one "
+            "of both"
+        )
     if parallelism.expert > 1:
         _check_experts(workload, parallelism.expert)
     whole = workload.architecture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autohete.hardware import Gpu
-from autohete.profile.attention import attention_speed
+from autohete.profile.attention import MASK_READS, attention_speed, default_attention
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
 from autohete.workload import Precision, Workload
 from autohete.workload.model import Product
@@ -48,11 +48,9 @@ class Rates:
 
     def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
         self.workload = workload
-        if workload.precision is Precision.FP32:
-            efficiency = gpu.gemm_efficiency_32bit or gpu.gemm_efficiency
-            self.flops = gpu.peak_32bit_flops * efficiency
-        else:
-            self.flops = gpu.peak_16bit_flops * gpu.gemm_efficiency
+        self.flops_32bit = gpu.peak_32bit_flops * (gpu.gemm_efficiency_32bit or gpu.gemm_efficiency)
+        full = workload.precision is Precision.FP32
+        self.flops = self.flops_32bit if full else gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
@@ -62,7 +60,15 @@ class Rates:
         self.kernels = IMPLEMENTATIONS[workload.kernels]
 
     def _gemm_seconds(
-        self, rows: float, columns: float, inner: float, batch: int = 1, *, fp8: bool = False, adds: bool = False
+        self,
+        rows: float,
+        columns: float,
+        inner: float,
+        batch: int = 1,
+        *,
+        fp8: bool = False,
+        adds: bool = False,
+        fp32: bool = False,
     ) -> float:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
         fp8 the operands have one byte each; the result has not. One that ``adds`` to a sum reads that as well. While a tile's
@@ -70,9 +76,11 @@ class Rates:
         each other, which bounds those of small inner size, such as adapters.
         """
         waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
-        arithmetic = 2 * batch * rows * columns * inner / (self.flops_8bit if fp8 else self.flops) * waves
-        operand = 1 if fp8 else self.element
-        results = (1 + adds) * self.element * rows * columns
+        flops = self.flops_32bit if fp32 else self.flops_8bit if fp8 else self.flops
+        arithmetic = 2 * batch * rows * columns * inner / flops * waves
+        element = 4 if fp32 else self.element
+        operand = 1 if fp8 else element
+        results = (1 + adds) * element * rows * columns
         traffic = batch * (operand * (rows * inner + inner * columns) + results) / self.bandwidth
         return max(traffic, min(arithmetic * filling, arithmetic + traffic))
 
@@ -85,8 +93,14 @@ class Rates:
 
     def _attention_seconds(self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool) -> float:
         """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query."""
-        speed = attention_speed(self.workload.attention, self.capability, sizes[1])
-        return flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
+        w = self.workload
+        made = w.attention or default_attention(self.capability, sizes[1], masked=w.attention_mask is not None)
+        speed = attention_speed(made, self.capability)
+        seconds = flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
+        if w.attention_mask is None:
+            return seconds
+        scores = flops / (ATTENTION_BACKWARD if backward else 1) / (2 * sum(sizes))
+        return seconds + MASK_READS[made][backward] * self.element * scores / self.bandwidth
 
     def _host_seconds(self, kernels: float, *, backward: bool = False, more: float = 0.0) -> float:
         """Time in which the host launches ``kernels`` kernels of a pass, with ``more`` operations."""

@@ -26,6 +26,7 @@ from autohete.profile.kernels.decoders import (
     both_parts,
     decoder_part,
     frozen_part,
+    masked_part,
     norm_part,
     widened_part,
 )
@@ -34,8 +35,8 @@ from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
-from autohete.workload import BlockRole, LossKernels, Workload
-from autohete.workload.model import Attention, Component, Experts, LatentAttention, Mlp, Product, gpt2_block
+from autohete.workload import AttentionMask, BlockRole, LossKernels, Workload
+from autohete.workload.model import Attention, Component, Experts, LatentAttention, LinearAttention, Mlp, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import FIRST, LAST, LinearLayer, linear_layers
@@ -128,6 +129,8 @@ class _Roofline(Rates):
             seconds = flops / (self.flops * CHUNKED_SHARE)
             return seconds, ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
+        if w.attention_mask is not None:  # the kernel does not know what the mask removes
+            flops = 2.0 * w.tokens * w.sequence_length * component.heads * sum(sizes)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
         seconds = self._attention_seconds(flops, sizes, keys, backward=False)
         backward = self._attention_seconds(ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
@@ -135,7 +138,9 @@ class _Roofline(Rates):
         exchange = self.group.context_seconds
         return seconds + exchange(seconds, *sent, backward=False), backward + exchange(backward, *sent, backward=True)
 
-    def _product_seconds(self, product: Product, *, trained: bool = True, fp8: bool = False) -> tuple[float, float]:
+    def _product_seconds(
+        self, product: Product, fp32: bool = False, *, trained: bool = True, fp8: bool = False
+    ) -> tuple[float, float]:
         """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows, one after
         another in a loop. Frozen weights have no gradient: backward is the product for the input's alone.
         """
@@ -144,9 +149,9 @@ class _Roofline(Rates):
         rows, columns, inner = self.workload.tokens * product.rows / (batch * times), product.columns, product.inner
         if rows < 1:  # some matrices are not used
             rows, batch = 1, round(rows * batch)
-        forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8)
-        backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8)
-        backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8) * trained
+        forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8, fp32=fp32)
+        backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8, fp32=fp32)
+        backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8, fp32=fp32) * trained
         if not fp8:
             return times * forward, times * backward
         # Transformer Engine, cast_transpose: 16 bit are read and 8 written; what the gradient of the weights needs is written
@@ -216,11 +221,13 @@ class _Roofline(Rates):
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
             part = copied_inputs(part, copied, cast)
+            part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
             return without_inputs(part, copied.keys() - used) if frozen or in_fp8 else part
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, eager=self.kernels.eager, flash=self.kernels.flash)
+            part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
             part = divided_part(part, parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
@@ -235,6 +242,18 @@ class _Roofline(Rates):
         w, mixer = self.workload, self.workload.block(unit).mixer
         heads = mixer.heads if isinstance(mixer, (Attention, LatentAttention)) else 0
         return w.tokens * w.sequence_length * heads
+
+    def _mask_bytes(self) -> int:
+        """Size of the masks that all blocks share, one for each size of window: they live as long as passes of blocks and the
+        loss take, and so are counted with what each of them holds meanwhile.
+        """
+        w = self.workload
+        if w.attention_mask is None:
+            return 0
+        mixers = [w.block(unit).mixer for unit in range(1, w.unit_count - 1)]
+        kinds = {one.window if isinstance(one, Attention) else None for one in mixers if not isinstance(one, LinearAttention)}
+        element = 1 if w.attention_mask is AttentionMask.BOOL else self.element
+        return len(kinds) * element * w.tokens * w.sequence_length
 
     def _elementwise_seconds(self, part: Part, direction: str, scores: int) -> float:
         """Time of everything except matrix products, from the table of operations: the slower of memory and instructions."""
@@ -278,7 +297,7 @@ class _Roofline(Rates):
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth + exchanged, 2, forward_host)
             busy = gemm_backward + 5 * hidden_bytes / self.bandwidth + exchanged_back
             backward = self._pass_seconds(busy, 4, backward_host)
-            workspaces = (0, hidden_bytes)
+            workspaces = (self._mask_bytes(), hidden_bytes + self._mask_bytes())
         else:
             part, scores = self._part(unit), self._scores(unit)
             total = part.total
@@ -302,10 +321,11 @@ class _Roofline(Rates):
             # The table's workspaces include the output, and in backward its gradient and that of the input. Of a narrow MLP
             # those two alone are more.
             workspaces = (
-                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
+                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes + self._mask_bytes(),
                 max(part.backward_workspace - 2, 0.0) * whole_bytes
                 + part.backward_score_workspace * element * scores
-                + added.workspace_bytes,
+                + added.workspace_bytes
+                + self._mask_bytes(),
             )
         frozen_parameters = w.frozen_parameters(unit)
         update, states, temporaries = self._update(unit, parameters - frozen_parameters)
@@ -479,7 +499,7 @@ class _Roofline(Rates):
         logits = w.tokens * w.vocabulary_size
         busy = head.traffic * logits / self.bandwidth + self.group.loss_seconds(w.tokens)
         seconds = self._pass_seconds(busy, head.kernels, self._host_seconds(head.kernels))
-        size, workspace = (element + head.wider) * logits, round(head.workspace * logits)
+        size, workspace = (element + head.wider) * logits, round(head.workspace * logits) + self._mask_bytes()
         return LossProfile(seconds, size, workspace, head.keeps_logits, wider_bytes=head.wider * logits)
 
     def _chunked_loss(self) -> LossProfile:
@@ -494,4 +514,4 @@ class _Roofline(Rates):
         kernels, traffic = 4 * chunks, 2 * element * w.tokens * w.vocabulary_size
         busy = traffic / self.bandwidth + chunks * self.group.loss_seconds(w.loss_tokens)
         seconds = self._pass_seconds(busy, kernels, self._host_seconds(kernels))
-        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, 0, in_place=True)
+        return LossProfile(seconds, element * w.loss_tokens * w.vocabulary_size, self._mask_bytes(), in_place=True)

@@ -329,6 +329,7 @@ def _assumed(workload: Workload) -> str:
     trained = f", {w.trained_parameters / 1e6:,.1f}M parameters trained" if apart else ""
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
     attention = f", attention {w.attention}" if w.attention is not None else ""
+    attention += f", attention mask {w.attention_mask}" if w.attention_mask is not None else ""
     return (
         f"assumed: hidden {w.hidden_size}, {'; '.join(described_blocks(w))}; vocabulary {w.vocabulary_size} ({tied}), "
         f"{w.precision}, kernels {w.kernels}{attention}{units_text(w)}{loss}{chunked}{packed}, {w.training}{trained}{clipped}; "

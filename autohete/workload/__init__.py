@@ -75,6 +75,22 @@ class FusedAttention(StrEnum):
     EFFICIENT = "efficient"
 
 
+class AttentionMask(StrEnum):
+    """The mask that attention gets as a tensor, as ``transformers`` makes one of padded sequences for PyTorch's attention. The
+    kernel then computes all scores, also those that the mask removes.
+
+    ``BOOL``: one of booleans, of which PyTorch makes a 16-bit one in each block, where backward needs it (``transformers`` 5).
+    ``ADDITIVE``: one in the format of the scores, which all blocks share (``transformers`` 4).
+    """
+
+    BOOL = "bool"
+    ADDITIVE = "additive"
+
+
+#: Implementations of attention that take a mask.
+MASKED_ATTENTION = (FusedAttention.CUDNN, FusedAttention.EFFICIENT)
+
+
 class LossKernels(StrEnum):
     """How cross-entropy is computed, and in which formats the logits exist.
 
@@ -164,6 +180,7 @@ class Workload(Hashed):
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
             tokens; None: all do, in grouped products.
         attention: see :class:`FusedAttention`; None: what PyTorch takes on the GPU.
+        attention_mask: see :class:`AttentionMask`; None: the kernel knows that attention is causal, and skips what that hides.
         loss: see :class:`LossKernels`; None: that of the implementation that ``kernels`` names.
         keeps_logits: the caller holds the model's output until backward has ended, as a loop does that names it, and the
             ``Trainer`` of ``transformers`` does not. None: with the losses of PyTorch and ``transformers``.
@@ -189,6 +206,7 @@ class Workload(Hashed):
     document_length: int | None = None
     looped_experts: int | None = None
     attention: FusedAttention | None = None
+    attention_mask: AttentionMask | None = None
     loss: LossKernels | None = None
     keeps_logits: bool | None = None
 
@@ -222,6 +240,7 @@ class Workload(Hashed):
                 f"attention is {self.attention}, but kernels {self.kernels} have scores in memory: use fused, lean or "
                 "eager_flash, or leave attention out"
             )
+        self._check_mask()
         last = self.training.last_blocks
         if last is not None and last > self.transformer_blocks:
             raise InputError(
@@ -275,6 +294,24 @@ class Workload(Hashed):
             raise InputError(
                 f"kernels {self.kernels} compute scores between all tokens of a sequence, so documents save nothing: use "
                 "fused, lean or eager_flash, or leave document_length out"
+            )
+
+    def _check_mask(self) -> None:
+        if self.attention_mask is None:
+            return
+        given = f"attention_mask is {self.attention_mask}"
+        if self.kernels is not Kernels.EAGER_FLASH:
+            raise InputError(
+                f"{given}, which is for kernels {Kernels.EAGER_FLASH}, but kernels is {self.kernels}: use that, or leave "
+                f"attention_mask out ({Kernels.EAGER} counts a mask in any case)"
+            )
+        if self.attention is not None and self.attention not in MASKED_ATTENTION:
+            able = " or ".join(MASKED_ATTENTION)
+            raise InputError(f"{given}, but attention {self.attention} takes no mask: use {able}, or leave attention out")
+        if self.document_length is not None:
+            raise InputError(
+                f"{given}, with which attention computes all scores of a sequence, so documents save nothing: leave "
+                "document_length or attention_mask out"
             )
 
     def _check_loop(self) -> None:

@@ -17,10 +17,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autohete.errors import InputError
-from autohete.hardware import load_hardware
+from autohete.hardware import load_hardware, parse_parallel
 from autohete.profile import analytic_profile
 from autohete.profile.attention import attention_speed, default_attention
-from autohete.workload import FusedAttention, Kernels, named_workload
+from autohete.profile.rates import Rates
+from autohete.workload import AttentionMask, FusedAttention, Kernels, named_workload
+from autohete.workload.config import read_model
 from autohete.workload.model import causal_tokens
 from autohete.workload.traced import traced_workload
 
@@ -31,7 +33,7 @@ def predicted(row: dict[str, str]) -> float:
     """The rate of a row, TFLOP/s."""
     length, head, causal = int(row["sequence_length"]), int(row["head_size"]), row["causal"] == "1"
     window = int(row["window"]) if row["window"] else None
-    speed = attention_speed(FusedAttention(row["attention"]), float(row["compute_capability"]), head)
+    speed = attention_speed(FusedAttention(row["attention"]), float(row["compute_capability"]))
     keys = causal_tokens(length, window) if causal else length
     counted = length / 2 if causal else length
     if window is not None:
@@ -61,28 +63,89 @@ def test_rates_are_met(causal: str, allowed: float) -> None:
 
 def test_hopper_is_met_without_its_rates() -> None:
     """With a causal mask, the three implementations that are used there differ by a factor of two, and are met within 7 %."""
-    own = [found for (name, gpu), found in errors("1").items() if gpu in ("H100", "H200") and name != "fa1"]
+    made = ("fa2", "fa3", "cudnn")
+    own = [found for (name, gpu), found in errors("1").items() if gpu in ("H100", "H200") and name in made]
     assert sum(map(len, own)) == 80
     assert mean(error for found in own for error in found) < 0.07
 
 
 @pytest.mark.parametrize(
-    ("capability", "value_size", "taken"),
+    ("capability", "value_size", "taken", "masked"),
     [
-        (7.0, 128, FusedAttention.EFFICIENT),
-        (8.0, 128, FusedAttention.FA2),
-        (8.9, 128, FusedAttention.FA2),
-        (9.0, 128, FusedAttention.CUDNN),
-        (9.0, 256, FusedAttention.FA2),
-        (10.3, 64, FusedAttention.CUDNN),
-        (12.0, 64, FusedAttention.FA2),
-        (None, 64, FusedAttention.FA2),
+        (7.0, 128, FusedAttention.EFFICIENT, FusedAttention.EFFICIENT),
+        (8.0, 128, FusedAttention.FA2, FusedAttention.EFFICIENT),
+        (8.9, 128, FusedAttention.FA2, FusedAttention.EFFICIENT),
+        (9.0, 128, FusedAttention.CUDNN, FusedAttention.CUDNN),
+        (9.0, 256, FusedAttention.FA2, FusedAttention.EFFICIENT),
+        (10.3, 64, FusedAttention.CUDNN, FusedAttention.CUDNN),
+        (12.0, 64, FusedAttention.FA2, FusedAttention.EFFICIENT),
+        (None, 64, FusedAttention.FA2, FusedAttention.EFFICIENT),
     ],
 )
-def test_the_default_is_what_pytorch_takes(capability: float | None, value_size: int, taken: FusedAttention) -> None:
-    """By compute capability and size of heads."""
+def test_the_default_is_what_pytorch_takes(
+    capability: float | None, value_size: int, taken: FusedAttention, masked: FusedAttention
+) -> None:
+    """By compute capability and size of heads, without and with a mask."""
     assert default_attention(capability, value_size) is taken
-    assert attention_speed(None, capability, value_size) == attention_speed(taken, capability, value_size)
+    assert default_attention(capability, value_size, masked=True) is masked
+
+
+@pytest.mark.parametrize(
+    ("attention", "forward", "backward"), [(FusedAttention.EFFICIENT, 47.66, 116.8), (FusedAttention.CUDNN, 39.16, 43.29)]
+)
+def test_masked_attention_takes_as_long_as_published(attention: FusedAttention, forward: float, backward: float) -> None:
+    """Milliseconds on an H100, four sequences of 16,384 tokens, 16 heads of 64 (pytorch/pytorch pull 137036): within 5 %. That
+    is 3.8 times as long as cuDNN's without a mask and not causal, and the memory-efficient kernel's takes half as long again.
+    """
+    workload = named_workload(
+        "gpt-2b", sequence_length=16384, kernels=Kernels.EAGER_FLASH, attention=attention, attention_mask=AttentionMask.BOOL
+    )
+    rates, flops = Rates(workload, load_hardware("h100-pcie5").gpu, 0.0), 4.0 * 4 * 16 * 16384**2 * 64
+    assert rates._attention_seconds(flops, (64, 64), 16384, backward=False) == pytest.approx(forward / 1e3, rel=0.05)
+    assert rates._attention_seconds(2.5 * flops, (64, 64), 16384, backward=True) == pytest.approx(backward / 1e3, rel=0.05)
+
+
+@pytest.mark.parametrize("hardware", ["a100-40gb-epyc7713", "h100-pcie5", "rtx4090-workstation"])
+def test_a_mask_costs_what_is_hidden_and_its_reading(hardware: str) -> None:
+    """More than twice the time of causal attention in long sequences. Blocks, and while the mask lives the head, hold more."""
+    workload = replace(read_model("llama-3.1-8b"), sequence_length=8192, batch_size=1, kernels=Kernels.EAGER_FLASH)
+    causal, additive, boolean = (
+        analytic_profile(replace(workload, attention_mask=one), load_hardware(hardware)).units
+        for one in (None, AttentionMask.ADDITIVE, AttentionMask.BOOL)
+    )
+    heads, scores = 32, 8192**2
+    flops = 2 * causal_tokens(8192) * 8192 * heads * 256
+    rates = Rates(workload, load_hardware(hardware).gpu, 0.0)
+    attention = rates._attention_seconds(flops, (128, 128), causal_tokens(8192), backward=False)
+    assert additive[1].forward_seconds > causal[1].forward_seconds + attention
+    assert boolean[1].forward_seconds > additive[1].forward_seconds
+    assert boolean[1].activation_bytes - additive[1].activation_bytes == 2 * scores
+    assert additive[1].forward_workspace_bytes - causal[1].forward_workspace_bytes == 2 * scores
+    assert boolean[1].forward_workspace_bytes - causal[1].forward_workspace_bytes == scores
+    assert additive[0] == boolean[0] == causal[0]
+    assert additive[-1].backward_workspace_bytes - causal[-1].backward_workspace_bytes == 2 * scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"kernels": Kernels.FUSED}, "is for kernels eager_flash, but kernels is fused"),
+        ({"attention": FusedAttention.FA2}, "attention fa2 takes no mask: use cudnn or efficient"),
+        ({"document_length": 64}, "documents save nothing"),
+    ],
+)
+def test_masks_that_attention_does_not_take_are_refused(changes: dict[str, object], match: str) -> None:
+    """With what is allowed."""
+    given = {"kernels": Kernels.EAGER_FLASH, "attention_mask": AttentionMask.ADDITIVE} | changes
+    with pytest.raises(InputError, match=match):
+        named_workload("gpt-2b", **given)
+
+
+def test_a_mask_of_whole_sequences_is_not_divided() -> None:
+    """Context parallelism is refused."""
+    workload = named_workload("gpt-2b", kernels=Kernels.EAGER_FLASH, attention_mask=AttentionMask.BOOL)
+    with pytest.raises(InputError, match="cp cannot divide them"):
+        analytic_profile(workload, load_hardware("a100-40gb-epyc7713").shared_by(*parse_parallel("cp=2", 2)))
 
 
 @given(
@@ -97,7 +160,7 @@ def test_more_keys_cost_more_time_but_less_each(
 ) -> None:
     """Whatever the implementation, GPU and size of heads."""
     assume(attention is not FusedAttention.FA3 or capability == 9.0)
-    speed = attention_speed(attention, capability, 128)
+    speed = attention_speed(attention, capability)
     less, more = (speed.slowdown(head, some, backward=backward) for some in (keys, 2 * keys))
     assert 0 < more <= less
     assert less * keys <= more * 2 * keys
@@ -154,7 +217,7 @@ def test_a_traced_model_has_the_same_attention() -> None:
         )
         for backward, times in ((False, 1), (True, 2.5)):
             fast, slow = (
-                attention_speed(each, 9.0, 128).slowdown(128, keys, backward=backward) for each in (one, FusedAttention.FA1)
+                attention_speed(each, 9.0).slowdown(128, keys, backward=backward) for each in (one, FusedAttention.FA1)
             )
             seconds = [each.backward_seconds if backward else each.forward_seconds for each in (unit, without)]
             assert seconds[1] - seconds[0] == pytest.approx(traced.batch_size * flops * times * (slow - fast), rel=1e-3)

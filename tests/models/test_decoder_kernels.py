@@ -19,8 +19,8 @@ from autohete.profile.kernels.decoders import both_parts, decoder_part
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS, Part
 from autohete.profile.modules import SMALL_ELEMENTS
 from autohete.runtime.precision import DTYPES
-from autohete.tracing.on_cuda import PRODUCTS, flash_attention, one_kernel_dropout
-from autohete.workload import Kernels, Precision, Workload
+from autohete.tracing.on_cuda import PRODUCTS, as_on_cuda, flash_attention, one_kernel_dropout
+from autohete.workload import AttentionMask, Kernels, Precision, Workload
 from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
 from autohete.workload.model import LinearAttention
@@ -42,9 +42,10 @@ class Layer(nn.Module):
     def __init__(self, layer: nn.Module, rotary: int | None) -> None:
         super().__init__()
         self.layer, self.rotary = layer, rotary
+        self.mask: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        given: dict[str, Any] = {"attention_mask": None}
+        given: dict[str, Any] = {"attention_mask": self.mask}
         if self.rotary is not None:
             angles = x.new_empty(1, x.shape[1], self.rotary)  # which all blocks share
             given["position_embeddings"] = (angles, angles)
@@ -108,6 +109,24 @@ def test_a_block_keeps_what_the_rows_say(family: str, index: int, precision: Pre
     assert unit(workload, index).activation_bytes == pytest.approx(
         kept_bytes(layer(family, index, precision), given(workload)), rel=0.03
     )
+
+
+@pytest.mark.parametrize("mask", AttentionMask)
+@pytest.mark.parametrize(
+    ("family", "index"), [("gpt2", 0), ("opt", 0), ("llama", 0), ("mistral", 0), ("phi3", 0), ("qwen3", 0), ("deepseek_v3", 3)]
+)
+def test_a_block_that_gets_a_mask_keeps_what_the_rows_say(family: str, index: int, mask: AttentionMask) -> None:
+    """Within 3 %: also repeated keys and values, and the 16-bit mask that PyTorch makes of booleans, but no shared one."""
+    workload, module = replace(wide(family, Precision.BF16), attention_mask=mask), layer(family, index, Precision.BF16)
+    dtype = torch.bool if mask is AttentionMask.BOOL else torch.bfloat16
+    module.mask = torch.empty(BATCH, 1, SEQUENCE, SEQUENCE, dtype=dtype, device="meta")
+    with as_on_cuda():
+        kept = kept_bytes(module, given(workload))
+    shared = 0 if mask is AttentionMask.BOOL else module.mask.untyped_storage().nbytes()
+    assert unit(workload, index).activation_bytes == pytest.approx(kept - shared, rel=0.03)
+    without = unit(replace(workload, attention_mask=None), index)
+    more = unit(workload, index).forward_workspace_bytes - without.forward_workspace_bytes
+    assert more == module.mask.untyped_storage().nbytes()
 
 
 def counted(family: str, index: int) -> Counter:

@@ -1,5 +1,6 @@
 """What transformers' models with PEFT's adapters keep for backward, against real trainings of a small one on the CPU."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,15 +13,18 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-from support.counting import Counter  # noqa: E402
+from support.counting import Counter, counting  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
 from autohete.hardware import load_hardware  # noqa: E402
 from autohete.profile import Profile, analytic_profile  # noqa: E402
-from autohete.tracing.on_cuda import one_kernel_dropout  # noqa: E402
+from autohete.profile.adapters import additions  # noqa: E402
+from autohete.profile.kernels.gpt2 import FLASH  # noqa: E402
+from autohete.profile.roofline import _Roofline  # noqa: E402
+from autohete.tracing.on_cuda import PRODUCTS, one_kernel_dropout  # noqa: E402
 from autohete.workload import Kernels, Workload  # noqa: E402
 from autohete.workload.config import parse_model  # noqa: E402
-from autohete.workload.training import Adapters, Lora, Training  # noqa: E402
+from autohete.workload.training import NF4_BYTES, Adapters, Lora, Training  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -131,6 +135,38 @@ def test_blocks_and_head_keep_as_many_bytes_as_in_a_real_training(case: str, mon
     assert found == profile.units[1].activation_bytes
     assert head == profile.units[-1].activation_bytes
     assert x.untyped_storage().nbytes() == outputs[0].untyped_storage().nbytes() == profile.units[1].input_bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_access_as_many_bytes_as_in_a_real_training(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of everything elementwise within 3 %: that of the block, and of adapters and casts, which are in fp32 or in 16 bit."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", one_kernel_dropout)
+    lora, autocast = CASES[case]
+    profile, whole = profiled(lora), model(lora)
+    base = (whole if lora is None else whole.get_base_model()).model
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=base.norm.weight.dtype, requires_grad=True)
+    angles = base.rotary_emb(x, torch.arange(SEQUENCE)[None])
+    with under_autocast(autocast, monkeypatch), counting() as counter:
+        out = base.layers[0](x, position_embeddings=angles)
+        counter.backward = True
+        out.backward(torch.empty_like(out))
+    for direction, priced in zip(("forward", "backward"), accessed_bytes(profile), strict=True):
+        calls = (call for call in counter.calls if call.backward is (direction == "backward"))
+        ours = (call for call in calls if call.name not in PRODUCTS and not re.search("attention|bitsandbytes", call.name))
+        assert priced == pytest.approx(sum(many * size for call in ours for many, size in call.touched), rel=0.03), direction
+
+
+def accessed_bytes(profile: Profile) -> tuple[float, float]:
+    """Bytes that the elementwise kernels of a block access, forward and backward, without attention and dequantisation."""
+    workload = profile.workload
+    roofline = _Roofline(workload, replace(profile.hardware.gpu, memory_bandwidth=1.0, memory_efficiency=1.0), 0.0)
+    added = additions(workload, 1, lambda product, fp32: (0.0, 0.0), 1.0)
+    whole = roofline._part(1)
+    part = replace(whole, operations=tuple(one for one in whole.operations if one.name != FLASH))
+    dequantised = workload.quantised_parameters(1) * (NF4_BYTES + 2)
+    both = zip(("forward", "backward"), (added.forward_seconds, added.backward_seconds), strict=True)
+    forward, backward = (roofline._elementwise_seconds(part, one, 0) + more - dequantised for one, more in both)
+    return forward, backward
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autohete.profile.kernels.gpt2 import FLASH, Operation, Part, Selection, core_alone
+from autohete.workload import AttentionMask
 from autohete.workload.model import (
     LINEAR_CHUNK,
     Activation,
@@ -104,9 +105,54 @@ def widened_part(part: Part) -> Part:
     bit (PyTorch's lists of operations for autocast), and a linear layer in NF4 returns its result as it got its input
     (bitsandbytes, ``nn/modules.py``: ``Linear4bit.forward``).
     """
-    narrow = {*INPUT_ROWS, FLASH, "copy of the result", "repeated keys and values", _CORE}
-    wide = (one if one.name in narrow else replace(one, kept=0, kept_fp32=one.kept_fp32 + one.kept) for one in part.operations)
-    return replace(part, operations=tuple(wide))
+    narrow = {*INPUT_ROWS, FLASH, _RESULT_COPY, "repeated keys and values", _CORE}
+
+    def wide(one: Operation) -> Operation:
+        return replace(
+            one,
+            forward=0,
+            backward=0,
+            kept=0,
+            casts=0,
+            forward_fp32=one.forward_fp32 + one.forward,
+            backward_fp32=one.backward_fp32 + one.backward,
+            kept_fp32=one.kept_fp32 + one.kept,
+        )
+
+    return replace(part, operations=tuple(one if one.name in narrow else wide(one) for one in part.operations))
+
+
+def masked_part(part: Part, block: Block, hidden_size: int, mask: AttentionMask) -> Part:
+    """``part`` whose fused attention gets a mask. Then ``transformers`` repeats keys and values for their query heads
+    (``use_gqa_in_sdpa``), and PyTorch makes of a mask of booleans one that is added to the scores, which backward needs
+    (``convert_boolean_attn_mask`` in ``attention.cpp``) and all heads share.
+    """
+    a = block.mixer
+    if not isinstance(a, (Attention, LatentAttention)):
+        return part
+    made = (mask is AttentionMask.BOOL) / a.heads
+    q, kv = (a.query_size, a.key_value_size) if isinstance(a, Attention) else (0, 0)
+    grouped = q != kv
+    kept = grouped * (q - 3 * kv if block.joint else 2 * (q - kv)) / hidden_size
+    copied = grouped * 2 * (q + kv) / hidden_size
+
+    def masked(one: Operation) -> Operation:
+        return replace(
+            one,
+            forward=one.forward + copied,
+            backward=one.backward + copied,
+            forward_scores=1.5 * made,
+            kept=one.kept + kept,
+            kept_scores=made,
+            forward_kernels=one.forward_kernels + 2 * grouped + 2 * (made > 0),
+            backward_kernels=one.backward_kernels + 2 * grouped,
+        )
+
+    def without_copy(one: Operation) -> Operation:  # these kernels do not lay their result out as queries are
+        return replace(one, forward=0, kept=0, forward_kernels=0) if one.name == _RESULT_COPY else one
+
+    operations = (masked(one) if one.name == FLASH else without_copy(one) for one in part.operations)
+    return replace(part, operations=tuple(operations))
 
 
 def _places(place: NormPlace) -> tuple[int, int]:
@@ -118,6 +164,7 @@ def _places(place: NormPlace) -> tuple[int, int]:
 #: section 5). Elsewhere what is elementwise: results of norms and of activation functions (Megatron Core,
 #: ``--recompute-modules layernorm mlp_act``), which the products after them keep.
 _CORE, _NORM, _ACTIVATION = "scores", "norm", "activation"
+_RESULT_COPY = "copy of the result"
 
 
 def _selections(operations: tuple[Operation, ...]) -> tuple[Selection, ...]:
@@ -231,7 +278,7 @@ class _Eager(_Rows):
             source = "aten flash_attn (Dao 2023)"
             yield self.row(FLASH, source, (1, 5), forward=both, backward=3 * both, kept=both, kept_fp32=a.heads)
             if self.block.joint:  # its result lies as its queries do, which were put together head by head
-                yield self.row("copy of the result", source, (1, 0), forward=2 * result, kept=result)
+                yield self.row(_RESULT_COPY, source, (1, 0), forward=2 * result, kept=result)
             return
         source = f"{_TRANSFORMERS}llama: eager_attention_forward"
         yield self.row(
@@ -242,7 +289,7 @@ class _Eager(_Rows):
         # Scaled, masked and, unless there are sinks beside them, cast to fp32 for softmax and back.
         casts = int(not (isinstance(a, Attention) and a.sinks))
         yield self.row(_CORE, source, (7, 7), forward_scores=12, backward_scores=11, kept_scores=1, kept_score_casts=casts)
-        yield self.row("copy of the result", source, (1, 1), forward=2 * result, backward=2 * result)
+        yield self.row(_RESULT_COPY, source, (1, 1), forward=2 * result, backward=2 * result)
 
     def latent_attention(self, a: LatentAttention) -> Iterable[Operation]:
         source, h = f"{_TRANSFORMERS}deepseek_v3: DeepseekV3Attention", self.h
