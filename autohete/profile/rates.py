@@ -7,7 +7,7 @@ import math
 from autohete.hardware import Gpu
 from autohete.profile.attention import MASK_READS, attention_speed, default_attention
 from autohete.profile.kernels.gpt2 import IMPLEMENTATIONS
-from autohete.workload import Precision, Workload
+from autohete.workload import MASKED_ATTENTION, Precision, Workload
 from autohete.workload.model import Product
 from autohete.workload.optimizers import newton_schulz, orthogonalised, state_bytes, temporary_bytes, workspace_bytes
 
@@ -91,16 +91,21 @@ class Rates:
         parts = max(1, round((self.multiprocessors or 1) * _TILE**2 / (rows * columns)))
         return self._gemm_seconds(rows, columns, inner / parts, parts)
 
-    def _attention_seconds(self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool) -> float:
-        """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query."""
-        w = self.workload
-        made = w.attention or default_attention(self.capability, sizes[1], masked=w.attention_mask is not None)
-        speed = attention_speed(made, self.capability)
+    def _attention_seconds(
+        self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool, masked: bool = False
+    ) -> float:
+        """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query. If it
+        is ``masked``, each head reads its scores' part of the mask as well.
+        """
+        asked = self.workload.attention
+        if asked is None or (masked and asked not in MASKED_ATTENTION):
+            asked = default_attention(self.capability, sizes[1], masked=masked)
+        speed = attention_speed(asked, self.capability)
         seconds = flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
-        if w.attention_mask is None:
+        if not masked:
             return seconds
         scores = flops / (ATTENTION_BACKWARD if backward else 1) / (2 * sum(sizes))
-        return seconds + MASK_READS[made][backward] * self.element * scores / self.bandwidth
+        return seconds + MASK_READS[asked][backward] * self.element * scores / self.bandwidth
 
     def _host_seconds(self, kernels: float, *, backward: bool = False, more: float = 0.0) -> float:
         """Time in which the host launches ``kernels`` kernels of a pass, with ``more`` operations."""

@@ -129,11 +129,12 @@ class _Roofline(Rates):
             seconds = flops / (self.flops * CHUNKED_SHARE)
             return seconds, ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
-        if w.attention_mask is not None:  # the kernel does not know what the mask removes
+        masked = w.attention_mask is not None
+        if masked:  # the kernel does not know what the mask removes
             flops = 2.0 * w.tokens * w.sequence_length * component.heads * sum(sizes)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
-        seconds = self._attention_seconds(flops, sizes, keys, backward=False)
-        backward = self._attention_seconds(ATTENTION_BACKWARD * flops, sizes, keys, backward=True)
+        seconds = self._attention_seconds(flops, sizes, keys, backward=False, masked=masked)
+        backward = self._attention_seconds(ATTENTION_BACKWARD * flops, sizes, keys, backward=True, masked=masked)
         sent = [w.tokens * self.element * size for size in _exchanged_sizes(component)]
         exchange = self.group.context_seconds
         return seconds + exchange(seconds, *sent, backward=False), backward + exchange(backward, *sent, backward=True)

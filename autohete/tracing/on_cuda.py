@@ -152,6 +152,11 @@ def attention_flops(name: str, args: Sequence[Any]) -> tuple[int, int, tuple[int
     return forward * (2 if backward else 1), computed, (q.shape[-1], v.shape[-1], round(keys))
 
 
+def is_masked(name: str, args: Sequence[Any]) -> bool:
+    """Whether a fused attention gets a mask, which the memory-efficient kernel takes behind queries, keys and values."""
+    return "efficient" in name and args[3 + (name in _BACKWARD_ATTENTION)] is not None
+
+
 def is_attention(name: str) -> bool:
     """Whether it is a fused attention."""
     return name in _FORWARD_ATTENTION or name in _BACKWARD_ATTENTION

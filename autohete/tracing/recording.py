@@ -24,6 +24,7 @@ from autohete.tracing.on_cuda import (
     attention_flops,
     elements,
     is_attention,
+    is_masked,
     launches,
     products,
     solve_flops,
@@ -43,7 +44,7 @@ class RecordedCall:
         read, written: storages, by number.
         launches: kernels.
         accesses, size_bytes: elements that it reads and writes, and their size.
-        products, flops, fused_flops, attention: see :class:`~autohete.workload.table.TracedKernel`.
+        products, flops, fused_flops, attention, masked: see :class:`~autohete.workload.table.TracedKernel`.
         before_bytes, after_bytes: alive before it and after it.
     """
 
@@ -60,6 +61,7 @@ class RecordedCall:
     flops: int
     fused_flops: int
     attention: tuple[int, int, int] | None
+    masked: bool
     before_bytes: int
     after_bytes: int
 
@@ -183,8 +185,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = products(name, args, out)
         flops = fused = solve_flops(name, args)
         attention: tuple[int, int, int] | None = None
+        masked = False
         if is_attention(name):
             flops, fused, attention = attention_flops(name, args)
+            masked = is_masked(name, args)
         moved = [] if sizes or (fused and not is_attention(name)) or name in NO_KERNEL else touched(name, *tensors)
         counts = [elements(tensor) for tensor in moved]
         mutated = tuple([self.storages.of(one) for one in _mutated(func, args)])
@@ -203,6 +207,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 flops,
                 fused,
                 attention,
+                masked,
                 before,
                 self._ledger.used_bytes,
             )

@@ -285,6 +285,7 @@ def _row(call: RecordedCall, prefix: str) -> dict[str, Any]:
         "flops": call.flops,
         "fused_flops": call.fused_flops,
         "attention": None if call.attention is None else list(call.attention),
+        "masked": call.masked,
     }
     given = {name: value for name, value in row.items() if value or (name == "launches" and value is not None)}
     return {"kernel": call.kernel, "module": _within(call.module, prefix), **given}

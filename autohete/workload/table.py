@@ -71,6 +71,7 @@ class TracedKernel:
         fused_flops: those that the fused kernel computes.
         attention: of fused attention, the elements of a query and of a value, and the keys that a query is multiplied with, on
             average.
+        masked: whether fused attention gets a mask as a tensor.
     """
 
     kernel: str
@@ -83,6 +84,7 @@ class TracedKernel:
     flops: Size = Growing(0)
     fused_flops: Size = Growing(0)
     attention: tuple[int, int, int] | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autohete.hardware import load_hardware
 from autohete.profile import analytic_profile
 from autohete.tracing import trace_subject
 from autohete.tracing.subject import Subject, built, without_values
-from autohete.workload import Kernels, Precision
+from autohete.workload import FusedAttention, Kernels, Precision
 from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
 from autohete.workload.table import ModelTable, largest
@@ -174,6 +174,57 @@ def test_an_example_of_one_sample_gives_any_batch(tmp_path: Path) -> None:
     )
     table = tracing.trace(f"{path}:build", precision=Precision.FP32)
     assert replace(table, name="", source="") == replace(table_of_model("diffusion transformer"), name="", source="")
+
+
+MASKED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x, mask):
+        q, k, v = self.first(x).unflatten(-1, (3, 4, 16)).transpose(1, 3).unbind(2)
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.last(found.transpose(1, 2).flatten(2))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 64), nn.Linear(64, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril() if MASK else None
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+build = lambda: (Net(), torch.zeros(1, 256, dtype=torch.long))
+"""
+
+
+@pytest.mark.slow
+def test_a_traced_mask_has_its_kernel_and_is_read(tmp_path: Path) -> None:
+    """Attention that gets a mask takes the memory-efficient kernel on an A100, and the time of reading the mask."""
+    units = []
+    for masked in (False, True):
+        path = tmp_path / f"net{masked}.py"
+        path.write_text(MASKED.replace("MASK else", f"{masked} else"))
+        table = tracing.trace(f"{path}:build")
+        rows = [row for row in (*table.unit(1).forward, *table.unit(1).backward) if row.attention]
+        assert [row.masked for row in rows] == [masked, masked]
+        workload = replace(traced_workload(table), batch_size=64)
+        units.append([analytic_profile(replace(workload, attention=one), A100).units[1] for one in (None, FusedAttention.FA2)])
+    (default, flash), (of_mask, named) = units
+    assert default == flash
+    assert of_mask == named  # FlashAttention 2 takes no mask
+    assert of_mask.forward_seconds > default.forward_seconds
+    assert of_mask.backward_seconds > default.backward_seconds
 
 
 class Remembering(StateSpace):
