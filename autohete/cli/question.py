@@ -105,10 +105,11 @@ class Shape:
         Whether the head uses the embedding's matrix.
     kernels:
         Implementation of a block: fused (Megatron with FlashAttention), lean (the same, but backward makes results of norms and
-        of the activation function again), fused_softmax (attention scores in memory), eager (Hugging Face GPT-2, a kernel per
-        operation) or eager_flash (the same with PyTorch's attention).
+        of the activation function again), fused_softmax (attention scores in memory), eager (transformers, a kernel per
+        operation), eager_flash (the same with PyTorch's attention), fused_norms (the same with fused norms and rotations, as
+        in fms-acceleration) or liger (with Liger Kernel; --chunked-loss is its loss).
     attention:
-        Implementation of attention in fused, lean and eager_flash kernels: FlashAttention fa1, fa2 or fa3, cudnn, triton (of
+        Implementation of attention where scores are not in memory: FlashAttention fa1, fa2 or fa3, cudnn, triton (of
         2023) or efficient (xFormers). Default: what PyTorch takes on the GPU.
     attention_mask:
         Attention gets a mask as a tensor, as transformers makes one of padded sequences, so that it computes all scores: bool

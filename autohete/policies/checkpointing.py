@@ -12,7 +12,7 @@ from autohete.plan import Activations, Plan, SavedRoute
 from autohete.plan.policy import Judge, Verdict, better
 from autohete.profile import Profile
 from autohete.profile.costs import ALTERNATE
-from autohete.workload import Kernels
+from autohete.workload import EAGER_KERNELS
 
 #: Operations of the host that ``torch.utils.checkpoint``, reentrant, adds to the recomputation of a block of transformers.
 #: Not reentrant, it adds 90 to 140 to the forward and 170 to 280 to the recomputation (benchmarks/host_time.py).
@@ -46,7 +46,7 @@ def with_checkpointing(choice: Checkpointing, plan_for: Callable[[Activations], 
 
     def recomputing() -> Plan:
         plan = plan_for(Activations.RECOMPUTE)
-        if profile.workload.kernels not in (Kernels.EAGER, Kernels.EAGER_FLASH):
+        if profile.workload.kernels not in EAGER_KERNELS:
             return plan
         return replace(plan, hooks=replace(plan.hooks, recomputation=_CHECKPOINT_OPERATIONS))
 

@@ -227,7 +227,7 @@ class _Roofline(Rates):
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
-            part = decoder_part(block, w.hidden_size, component, eager=self.kernels.eager, flash=self.kernels.flash)
+            part = decoder_part(block, w.hidden_size, component, self.kernels)
             part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
             part = divided_part(part, parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
@@ -437,7 +437,9 @@ class _Roofline(Rates):
         if whole is None or not self.kernels.eager:
             kept: float = input_bytes
         else:
-            norm = divided_part(norm_part(whole.blocks[0], w.hidden_size, whole.final_norm), parallelism, narrow=True)
+            norm = divided_part(
+                norm_part(whole.blocks[0], w.hidden_size, whole.final_norm, self.kernels), parallelism, narrow=True
+            )
             kept = self._kept_bytes(norm if w.has_base_gradients(unit) else frozen_part(norm), 0)
         return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
 

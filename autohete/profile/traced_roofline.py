@@ -85,9 +85,7 @@ class TracedRoofline(Rates):
             else:
                 query, value, keys = row.attention
                 backward = "backward" in row.kernel
-                seconds += count * self._attention_seconds(
-                    fused, (query, value), keys, backward=backward, masked=row.masked
-                )
+                seconds += count * self._attention_seconds(fused, (query, value), keys, backward=backward, masked=row.masked)
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
                 seconds += count * self._gemm_seconds(m, n, k, matrices)

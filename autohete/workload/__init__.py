@@ -46,7 +46,9 @@ class Kernels(StrEnum):
     ``FUSED``: fused kernels and FlashAttention (Megatron-LM). ``FUSED_SOFTMAX``: fused kernels, attention scores in memory
     (Megatron-LM before that). ``LEAN``: ``FUSED``, but backward makes again the results of norms and of the activation function
     instead of keeping them. ``EAGER``: Hugging Face GPT-2 in PyTorch, a kernel per operation. ``EAGER_FLASH``: the same
-    with ``scaled_dot_product_attention``.
+    with ``scaled_dot_product_attention``. ``FUSED_NORMS``: the same with one kernel for each RMSNorm and for rotations
+    (Unsloth's, as fms-acceleration runs them). ``LIGER``: the same with one for gated activation functions, too (Liger Kernel,
+    without its loss).
     """
 
     FUSED = "fused"
@@ -54,10 +56,14 @@ class Kernels(StrEnum):
     LEAN = "lean"
     EAGER = "eager"
     EAGER_FLASH = "eager_flash"
+    FUSED_NORMS = "fused_norms"
+    LIGER = "liger"
 
 
+#: Those of ``transformers``: a kernel per operation, except for what others put in their place.
+EAGER_KERNELS = (Kernels.EAGER, Kernels.EAGER_FLASH, Kernels.FUSED_NORMS, Kernels.LIGER)
 #: Those whose scores stay out of memory.
-FLASH_KERNELS = (Kernels.FUSED, Kernels.LEAN, Kernels.EAGER_FLASH)
+FLASH_KERNELS = (Kernels.FUSED, Kernels.LEAN, *EAGER_KERNELS[1:])
 
 
 class FusedAttention(StrEnum):
@@ -240,6 +246,11 @@ class Workload(Hashed):
                 f"attention is {self.attention}, but kernels {self.kernels} have scores in memory: use fused, lean or "
                 "eager_flash, or leave attention out"
             )
+        if self.architecture is None and self.kernels in (Kernels.FUSED_NORMS, Kernels.LIGER):
+            raise InputError(
+                f"kernels {self.kernels} stand in for RMSNorm and rotations, of which blocks of GPT-2 have none: use "
+                f"{Kernels.EAGER_FLASH}, or name a model that has them"
+            )
         self._check_mask()
         last = self.training.last_blocks
         if last is not None and last > self.transformer_blocks:
@@ -300,10 +311,11 @@ class Workload(Hashed):
         if self.attention_mask is None:
             return
         given = f"attention_mask is {self.attention_mask}"
-        if self.kernels is not Kernels.EAGER_FLASH:
+        if self.kernels not in EAGER_KERNELS[1:]:
+            able = " or ".join(EAGER_KERNELS[1:])
             raise InputError(
-                f"{given}, which is for kernels {Kernels.EAGER_FLASH}, but kernels is {self.kernels}: use that, or leave "
-                f"attention_mask out ({Kernels.EAGER} counts a mask in any case)"
+                f"{given}, but kernels is {self.kernels}: use {able}, or leave attention_mask out, as {Kernels.EAGER} has one "
+                "in any case"
             )
         if self.attention is not None and self.attention not in MASKED_ATTENTION:
             able = " or ".join(MASKED_ATTENTION)
@@ -321,7 +333,7 @@ class Workload(Hashed):
         mixtures = [part for part in parts if isinstance(part, Experts)]
         if not mixtures:
             raise InputError(f"looped_experts is {self.looped_experts}, but {self.name} has no experts: leave it out")
-        if self.kernels not in (Kernels.EAGER, Kernels.EAGER_FLASH):
+        if self.kernels not in EAGER_KERNELS:
             raise InputError(f"looped_experts is for eager kernels, but kernels is {self.kernels}: use eager or eager_flash")
         least, most = max(part.active for part in mixtures), min(part.count for part in mixtures)
         if not least <= self.looped_experts <= most:
@@ -355,7 +367,7 @@ class Workload(Hashed):
         lora = self.training.lora
         if lora is not None and lora.adapters is not None:
             return lora.adapters
-        eager = self.kernels in (Kernels.EAGER, Kernels.EAGER_FLASH)
+        eager = self.kernels in EAGER_KERNELS
         return Adapters.AUTOCAST if lora is not None and eager and self.has_masters else Adapters.PLAIN
 
     @property

@@ -99,8 +99,12 @@ def test_masked_attention_takes_as_long_as_published(attention: FusedAttention, 
     """
     workload = named_workload("gpt-2b", sequence_length=16384, kernels=Kernels.EAGER_FLASH, attention=attention)
     rates, flops = Rates(workload, load_hardware("h100-pcie5").gpu, 0.0), 4.0 * 4 * 16 * 16384**2 * 64
-    assert rates._attention_seconds(flops, (64, 64), 16384, backward=False, masked=True) == pytest.approx(forward / 1e3, rel=0.05)
-    assert rates._attention_seconds(2.5 * flops, (64, 64), 16384, backward=True, masked=True) == pytest.approx(backward / 1e3, rel=0.05)
+    assert rates._attention_seconds(flops, (64, 64), 16384, backward=False, masked=True) == pytest.approx(
+        forward / 1e3, rel=0.05
+    )
+    assert rates._attention_seconds(2.5 * flops, (64, 64), 16384, backward=True, masked=True) == pytest.approx(
+        backward / 1e3, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("hardware", ["a100-40gb-epyc7713", "h100-pcie5", "rtx4090-workstation"])
@@ -127,7 +131,7 @@ def test_a_mask_costs_what_is_hidden_and_its_reading(hardware: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"kernels": Kernels.FUSED}, "is for kernels eager_flash, but kernels is fused"),
+        ({"kernels": Kernels.FUSED}, "kernels is fused: use eager_flash or fused_norms or liger"),
         ({"attention": FusedAttention.FA2}, "attention fa2 takes no mask: use cudnn or efficient"),
         ({"document_length": 64}, "documents save nothing"),
     ],

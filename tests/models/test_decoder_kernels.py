@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support import triton_kernels
 from support.counting import Counter, counting, kept_bytes
 from support.models import NO_FLASH, WIDE, built, layers_of, small_config
 from torch import Tensor, nn
@@ -141,10 +143,7 @@ def counted(family: str, index: int) -> Counter:
 
 def part(workload: Workload, index: int) -> Part:
     block, kernels = workload.block(1 + index), IMPLEMENTATIONS[workload.kernels]
-    found = [
-        decoder_part(block, workload.hidden_size, one, eager=kernels.eager, flash=kernels.flash)
-        for one in (block.mixer, block.feed_forward)
-    ]
+    found = [decoder_part(block, workload.hidden_size, one, kernels) for one in (block.mixer, block.feed_forward)]
     return both_parts(*found)
 
 
@@ -168,6 +167,26 @@ def test_a_block_accesses_and_launches_what_the_rows_say(family: str, index: int
         assert ours == pytest.approx(theirs, rel=tolerance), direction
         if not linear:
             assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.15), direction
+
+
+@pytest.mark.parametrize("kernels", [Kernels.FUSED_NORMS, Kernels.LIGER])
+@pytest.mark.parametrize(("family", "name"), [("llama", "Llama"), ("qwen3", "Qwen3"), ("mistral", "Mistral")])
+def test_kernels_of_others_do_what_the_rows_say(
+    family: str, name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a block keeps within 1 %, what it accesses within 5 %, kernels within 5 %, and what is alive at once within 10 %."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    triton_kernels.patch(modeling, name, kernels is Kernels.LIGER, monkeypatch)
+    workload, module = replace(wide(family, Precision.BF16), kernels=kernels), layer(family, 0, Precision.BF16)
+    times = unit(workload, 0)
+    kept = kept_bytes(module, given(workload))
+    assert times.activation_bytes == pytest.approx(kept, rel=0.01)
+    rows, counter = part(workload, 0), counted(family, 0)
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        theirs = sum(n * width for n, width in counter.tensors(backward)) / (workload.tokens * workload.hidden_size)
+        ours = 2 * rows.total(direction) + 4 * rows.total(f"{direction}_fp32")
+        assert ours == pytest.approx(theirs, rel=0.05), direction
+        assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.05), direction
 
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 1), ("qwen3", 1), ("olmo2", 0), ("gpt2", 0)])

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autohete.profile.kernels.gpt2 import FLASH, Operation, Part, Selection, core_alone
+from autohete.profile.kernels.gpt2 import FLASH, Implementation, Operation, Part, Selection, core_alone
 from autohete.workload import AttentionMask
 from autohete.workload.model import (
     LINEAR_CHUNK,
@@ -39,19 +39,19 @@ _INDEX_BYTES = 32
 _TRANSFORMERS = "transformers 5.23, models/"
 _MEGATRON = "Megatron Core 0.14, megatron/core/"
 _ENGINE = "Transformer Engine 2"
+_LIGER = "Liger Kernel 0.8.5, ops/"
 
 
-def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward, *, eager: bool, flash: bool) -> Part:
+def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward, made: Implementation) -> Part:
     """The kernels of one sublayer of ``block``: norm, ``component`` and residual connection.
 
     Args:
         block: the block that it belongs to.
         hidden_size: elements of the residual stream per token.
         component: the block's mixer or its feed-forward part.
-        eager: as ``transformers`` runs it; otherwise with fused kernels.
-        flash: scores of attention stay out of memory.
+        made: the implementation: as ``transformers`` runs it, or with fused kernels.
     """
-    rows = (_Eager if eager else _Fused)(block, hidden_size, flash)
+    rows = (_Eager if made.eager else _Fused)(block, hidden_size, made)
     match component:
         case Attention():
             inner = rows.attention(component)
@@ -83,9 +83,9 @@ def both_parts(first: Part, second: Part) -> Part:
     )
 
 
-def norm_part(block: Block, hidden_size: int, norm: Norm) -> Part:
+def norm_part(block: Block, hidden_size: int, norm: Norm, made: Implementation) -> Part:
     """A norm by itself, as ``transformers`` runs it, in a model of such blocks."""
-    return Part((_Eager(block, hidden_size, True).norm(_NORM, hidden_size, norm),))
+    return Part((_Eager(block, hidden_size, made).norm(_NORM, hidden_size, norm),))
 
 
 def frozen_part(part: Part) -> Part:
@@ -176,8 +176,8 @@ def _selections(operations: tuple[Operation, ...]) -> tuple[Selection, ...]:
 class _Rows(ABC):
     """Makes rows. Columns are given in elements per token (of scores: in tensors), and counted in hidden tensors."""
 
-    def __init__(self, block: Block, hidden_size: int, flash: bool) -> None:
-        self.block, self.h, self.flash = block, hidden_size, flash
+    def __init__(self, block: Block, hidden_size: int, made: Implementation) -> None:
+        self.block, self.h, self.made, self.flash = block, hidden_size, made, made.flash
 
     def row(self, name: str, source: str, kernels: tuple[int, int], **columns: float) -> Operation:
         """An operation with so many kernels forward and backward."""
@@ -219,12 +219,15 @@ class _Rows(ABC):
 
 class _Eager(_Rows):
     """A kernel per operation, as ``transformers`` runs it. Attention without FlashAttention repeats keys and values for their
-    query heads, and softmax works in fp32.
+    query heads, and softmax works in fp32. Fused norms, rotations and activation functions write their gradients in the place
+    of what they get; in fms-acceleration (Unsloth's) rotations have a kernel for queries and one for keys.
     """
 
     def norm(self, name: str, size: int, norm: Norm) -> Operation:
         if norm is Norm.LAYER:
             return self.row(name, "aten layer_norm_kernel.cu", (1, 2), forward=2 * size, backward=5 * size, kept=size)
+        if self.made.fuses_norms:
+            return self.row(name, f"{_LIGER}rms_norm", (1, 2), forward=2 * size, backward=3 * size, kept=size)
         columns = {"forward_fp32": 5, "backward_fp32": 17, "forward": 2, "backward": 6, "kept_fp32": 1, "kept": 1, "casts": 2}
         if norm is Norm.RMS_FP32:
             columns = {"forward_fp32": 7, "backward_fp32": 23, "kept_fp32": 2, "casts": 2}
@@ -248,7 +251,10 @@ class _Eager(_Rows):
         for size, all_heads in ((q, a.whole_norm), (kv, a.whole_norm), (q, a.head_norm), (kv, a.head_norm)):
             if all_heads:
                 yield self.norm("norm of queries or keys", size, self.block.norm)
-        if a.rotary:
+        if a.rotary and self.made.fuses_norms:
+            count = 1 if self.made.fuses_activation else 2
+            yield self.row("rotation", f"{_LIGER}rope", (count, count), forward=2 * (q + kv), backward=2 * (q + kv))
+        elif a.rotary:
             yield self.row(
                 "rotation", f"{source}, apply_rotary_pos_emb", (10, 18), forward=10 * (q + kv), backward=15 * (q + kv)
             )
@@ -276,7 +282,16 @@ class _Eager(_Rows):
         if self.flash:
             both = kept + result
             source = "aten flash_attn (Dao 2023)"
-            yield self.row(FLASH, source, (1, 5), forward=both, backward=3 * both, kept=both, kept_fp32=a.heads)
+            copies = 0 if self.made.fuses_norms else 2  # of gradients that rotations take apart
+            yield self.row(
+                FLASH,
+                source,
+                (1, 3 + copies),
+                forward=both,
+                backward=(2 + copies / 2) * both,
+                kept=both,
+                kept_fp32=a.heads,
+            )
             if self.block.joint:  # its result lies as its queries do, which were put together head by head
                 yield self.row(_RESULT_COPY, source, (1, 0), forward=2 * result, kept=result)
             return
@@ -334,10 +349,17 @@ class _Eager(_Rows):
             "first product", source, (1 + mlp.gated, 3 + 2 * mlp.gated), backward=n * (apart + mlp.up * mlp.bias), kept=n * h
         )
         forward, backward, kept, kernels = _ACTIVATIONS[mlp.activation]
-        if mlp.gated and mlp.activation is not Activation.CLAMPED_SWIGLU:  # and the product with the other half
+        if self._fuses(mlp):
+            forward, backward, kept, kernels = 3, 5, 2, (1, 1)
+        elif mlp.gated and mlp.activation is not Activation.CLAMPED_SWIGLU:  # and the product with the other half
             forward, backward, kept, kernels = forward + 3, backward + 6, kept + 2, (kernels[0] + 1, kernels[1] + 2)
         yield self.row(_ACTIVATION, source, kernels, forward=n * forward * m, backward=n * backward * m, kept=n * kept * m)
         yield self.row("last product", source, (1, 2 + mlp.bias), backward=n * h * mlp.bias, kept=n * m)
+
+    def _fuses(self, mlp: Mlp) -> bool:
+        """Whether the activation function and the product with the other half are one kernel; experts have their own."""
+        fused = mlp.gated and mlp.activation in (Activation.SILU, Activation.GELU_TANH)
+        return self.made.fuses_activation and fused and mlp is self.block.feed_forward
 
     def experts(self, experts: Experts) -> Iterable[Operation]:
         source, h, n = "transformers 5.23, integrations/moe.py: grouped_mm_experts_forward", self.h, experts.active
@@ -377,16 +399,17 @@ class _Eager(_Rows):
         h = self.h
         match component:
             case Attention():
-                inner = 3 * (component.query_size + component.key_value_size)
+                inner = (2 if self.made.fuses_norms else 3) * (component.query_size + component.key_value_size)
             case LatentAttention():
                 inner = 3 * component.query_size
             case LinearAttention():
                 inner = 8 * component.value_heads * LINEAR_CHUNK
             case Mlp():
-                inner = 2 * component.width
+                inner = (1 if self._fuses(component) else 2) * component.width
             case Experts():
                 inner = 2 * component.active * (component.expert.width + h)
-        return 3 * h, max(2 * h + inner, 6 * h if self.block.norm is not Norm.LAYER else 0)
+        in_fp32 = self.block.norm is not Norm.LAYER and not self.made.fuses_norms
+        return 3 * h, max(2 * h + inner, 6 * h if in_fp32 else 0)
 
 
 #: Of an activation function by itself: accesses forward and backward, tensors kept, and kernels, per element that it works on.

@@ -224,6 +224,8 @@ class Implementation:
         eager: one kernel per operation.
         host_forward, host_backward: operations of the host for each kernel: Python between the kernels, and its views.
         lean: its parts are to be :func:`leaned`.
+        fuses_norms, fuses_activation: of what is eager, RMSNorm and rotations, or gated activation functions, have kernels of
+            their own.
     """
 
     block: Part
@@ -236,6 +238,8 @@ class Implementation:
     host_forward: float = 1
     host_backward: float = 1
     lean: bool = False
+    fuses_norms: bool = False
+    fuses_activation: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -432,6 +436,18 @@ _FUSED = Implementation(
     flash=True,
 )
 
+_EAGER_FLASH = Implementation(
+    _part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, 0, (*_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
+    _part(_HF_FLASH_ATTENTION, 2, 5.5, selected=_HF_NORM_AGAIN),
+    _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
+    LossKernels.SHIFTED,
+    flash=True,
+    instructions=_EAGER_INSTRUCTIONS,
+    eager=True,
+    host_forward=_EAGER_HOST[0],
+    host_backward=_EAGER_HOST[1],
+)
+
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
     Kernels.FUSED: _FUSED,
     Kernels.LEAN: replace(_FUSED, lean=True),
@@ -459,15 +475,7 @@ IMPLEMENTATIONS: dict[Kernels, Implementation] = {
         host_forward=_EAGER_HOST[0],
         host_backward=_EAGER_HOST[1],
     ),
-    Kernels.EAGER_FLASH: Implementation(
-        _part((*_HF_FLASH_ATTENTION, *_HF_MLP), 3, 9.5, 0, (*_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
-        _part(_HF_FLASH_ATTENTION, 2, 5.5, selected=_HF_NORM_AGAIN),
-        _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
-        LossKernels.SHIFTED,
-        flash=True,
-        instructions=_EAGER_INSTRUCTIONS,
-        eager=True,
-        host_forward=_EAGER_HOST[0],
-        host_backward=_EAGER_HOST[1],
-    ),
+    Kernels.EAGER_FLASH: _EAGER_FLASH,
+    Kernels.FUSED_NORMS: replace(_EAGER_FLASH, fuses_norms=True),
+    Kernels.LIGER: replace(_EAGER_FLASH, fuses_norms=True, fuses_activation=True),
 }
