@@ -227,7 +227,8 @@ class _Roofline(Rates):
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
-            part = decoder_part(block, w.hidden_size, component, self.kernels)
+            kept = any(not one.mixes and one.row == LAST for one in adapted)
+            part = decoder_part(block, w.hidden_size, component, self.kernels, drops=frozen and not kept)
             part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
             part = divided_part(part, parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)

@@ -42,7 +42,9 @@ _ENGINE = "Transformer Engine 2"
 _LIGER = "Liger Kernel 0.8.5, ops/"
 
 
-def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward, made: Implementation) -> Part:
+def decoder_part(
+    block: Block, hidden_size: int, component: Mixer | FeedForward, made: Implementation, *, drops: bool = False
+) -> Part:
     """The kernels of one sublayer of ``block``: norm, ``component`` and residual connection.
 
     Args:
@@ -50,6 +52,7 @@ def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward,
         hidden_size: elements of the residual stream per token.
         component: the block's mixer or its feed-forward part.
         made: the implementation: as ``transformers`` runs it, or with fused kernels.
+        drops: the last product of an MLP does not keep its input for backward, which so cannot release it.
     """
     rows = (_Eager if made.eager else _Fused)(block, hidden_size, made)
     match component:
@@ -67,17 +70,20 @@ def decoder_part(block: Block, hidden_size: int, component: Mixer | FeedForward,
     first, last = (rows.norm(name, hidden_size, block.norm) for name in (_NORM, "norm after"))
     operations = (*[first] * before, *inner, *[last] * after, *rows.residual())
     scores = sum(one.kept_scores > 0 for one in operations)
-    forward, backward = rows.workspace(component)
+    forward, backward = rows.workspace(component, drops)
     return Part(operations, forward / hidden_size, backward / hidden_size, scores, _selections(operations))
 
 
 def both_parts(first: Part, second: Part) -> Part:
-    """Two sublayers as one block: while one is computed, the other keeps nothing yet, or nothing more."""
+    """Two sublayers as one block: while one is computed, the other keeps nothing yet, or nothing more, so that what lives in
+    passes of the first takes the place of what the second keeps.
+    """
+    kept = second.total("kept")
     both = first.selections + tuple(one.after(len(first.operations)) for one in second.selections)
     return Part(
         (*first.operations, *second.operations),
-        max(first.forward_workspace, second.forward_workspace),
-        max(first.backward_workspace, second.backward_workspace),
+        max(first.forward_workspace - kept, second.forward_workspace),
+        max(first.backward_workspace - kept, second.backward_workspace),
         max(first.backward_score_workspace, second.backward_score_workspace),
         core_alone(both),
     )
@@ -213,7 +219,7 @@ class _Rows(ABC):
         """Router, experts, and the MLP beside them."""
 
     @abstractmethod
-    def workspace(self, component: Mixer | FeedForward) -> tuple[float, float]:
+    def workspace(self, component: Mixer | FeedForward, drops: bool) -> tuple[float, float]:
         """Elements per token that live only during forward and backward: outputs, their gradients and what is between."""
 
 
@@ -395,7 +401,7 @@ class _Eager(_Rows):
                 kept=gated,
             )
 
-    def workspace(self, component: Mixer | FeedForward) -> tuple[float, float]:
+    def workspace(self, component: Mixer | FeedForward, drops: bool) -> tuple[float, float]:
         h = self.h
         match component:
             case Attention():
@@ -405,11 +411,13 @@ class _Eager(_Rows):
             case LinearAttention():
                 inner = 8 * component.value_heads * LINEAR_CHUNK
             case Mlp():
-                inner = (1 if self._fuses(component) else 2) * component.width
+                inner = (1 if self._fuses(component) else 2 + (drops and component.gated)) * component.width
             case Experts():
                 inner = 2 * component.active * (component.expert.width + h)
         in_fp32 = self.block.norm is not Norm.LAYER and not self.made.fuses_norms
-        return 3 * h, max(2 * h + inner, 6 * h if in_fp32 else 0)
+        least = 2 if self.made.fuses_norms else 3 + in_fp32
+        again = component.width if drops and isinstance(component, Mlp) and component.gated else 0
+        return least * h + again, max((2 + in_fp32) * h + inner, 6 * h * in_fp32)
 
 
 #: Of an activation function by itself: accesses forward and backward, tensors kept, and kernels, per element that it works on.
@@ -507,7 +515,7 @@ class _Fused(_Rows):
             yield from (_without_input(one) for one in self.mlp(experts.shared))
             yield self.row("shared expert", source, (1, 1), forward=3 * h, kept=h * experts.shared_gate)
 
-    def workspace(self, component: Mixer | FeedForward) -> tuple[float, float]:
+    def workspace(self, component: Mixer | FeedForward, drops: bool) -> tuple[float, float]:
         h = self.h
         match component:
             case Attention():
