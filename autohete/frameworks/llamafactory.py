@@ -64,6 +64,8 @@ class LlamaFactoryFiles:
         workload, training = decided.workload, decided.workload.training
         if workload.architecture is None:
             raise InputError("trains models that have a config.json and a tokenizer: name a model")
+        if workload.kernels is Kernels.LIGER and not workload.chunked_loss:
+            raise InputError("runs Liger Kernel with its loss alone: plan with --chunked-loss as well")
         method = _method(decided)
         return {
             "model_name_or_path": weights,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from autohete.profile.kernels.gpt2 import Operation
-from autohete.workload import Workload
+from autohete.workload import EAGER_KERNELS, Workload
 from autohete.workload.model import Attention, Product
 from autohete.workload.training import LAST, NF4_BYTES, Adapters, LinearLayer
 
@@ -100,21 +100,20 @@ def _kept_bytes(workload: Workload, layers: tuple[LinearLayer, ...]) -> int:
     return kept
 
 
-def _accesses(workload: Workload, *, quantised: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+def _accesses(workload: Workload, *, cloned: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes that an adapter's elementwise kernels access, forward and backward: for an element of its result, and of its input.
 
-    The result is scaled and added, the gradient scaled, and that of the input added to the base one. Adapters of a base in NF4
-    clone its result first (``tuners/lora/bnb.py``, ``Linear4bit.forward``) and cast their own before they add it; others add it
-    in fp32 and cast the sum.
+    The result is scaled and added, the gradient scaled, and that of the input added to the base one. PEFT's adapters of a base
+    in NF4 clone its result first (``tuners/lora/bnb.py``, ``Linear4bit.forward``) and cast their own before they add it; others
+    add it in fp32 and cast the sum.
     """
     narrow, stream = workload.precision.element_bytes, workload.stream_bytes
     cast = narrow + _FP32_BYTES
     if workload.adapters is Adapters.CAST:
-        added = cast + 5 * narrow if quantised else cast + _FP32_BYTES + cast
-        result = 2 * _FP32_BYTES + added, 2 * _FP32_BYTES + cast * (1 if quantised else 2)
+        added = cast + 5 * narrow if cloned else cast + _FP32_BYTES + cast
+        result = 2 * _FP32_BYTES + added, 2 * _FP32_BYTES + cast * (1 if cloned else 2)
     else:
-        cloned = 2 * stream * quantised
-        result = cloned + 3 * narrow + 2 * stream, 2 * narrow + cast * (stream != narrow)
+        result = (2 * cloned + 2) * stream + 3 * narrow, 2 * narrow + cast * (stream != narrow)
     casts = cast * _input_casts(workload)
     return result, (casts, casts + 3 * stream)
 
@@ -151,7 +150,7 @@ def additions(
     inputs = sum(layer.shape.rows * layer.shape.inner for layer in layers)
     sizes = results * tokens / bandwidth, inputs * tokens / bandwidth
     casts = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
-    of_result, of_input = _accesses(workload, quantised=bool(quantised))
+    of_result, of_input = _accesses(workload, cloned=bool(quantised) and workload.kernels in EAGER_KERNELS)
     dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
     cast = ((element + _FP32_BYTES) * casts + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0

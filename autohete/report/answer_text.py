@@ -168,7 +168,8 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
     reserved = answer.best.summary.gpu_reserved_bytes if answer.best is not None else None
     if reserved is not None:
-        yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used"
+        more = _fragmented(answer, reserved)
+        yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used{more}"
     if answer.profile.hardware.all_gpus > 1:
         yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:
@@ -180,6 +181,16 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield f"binds: {names}; more of it would save time, see below"
     else:
         yield "binds: no memory; more of any would not save time"
+
+
+def _fragmented(answer: Answer, reserved_bytes: int) -> str:
+    """What to do if the allocator would need more than there is."""
+    if reserved_bytes <= answer.profile.hardware.gpu_capacity_bytes:
+        return ""
+    return (
+        f", more than its {format_bytes(answer.profile.hardware.gpu_capacity_bytes)}, as free memory is in pieces: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
 
 
 def _kept_back(budget: Budget) -> str:

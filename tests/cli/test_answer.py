@@ -35,7 +35,7 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, NamedPolicy, parse_policy, search_space
 from autohete.policies.joint import JointFrom
 from autohete.profile import Profile, analytic_profile
-from autohete.quantities import format_count, format_ratio, parse_count
+from autohete.quantities import format_bytes, format_count, format_ratio, parse_count
 from autohete.report.answer_text import answer_text, need_text
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_again, simulate_plan, simulate_policy
@@ -280,6 +280,17 @@ def test_a_faster_link_that_slows_updates_down_is_said_to() -> None:
     more = replace(found, purchases=(replace(gain, change=replace(gain.change, gpus=2)),))  # of which one may idle
     assert f"{gain.change.name}: no effect" in said(more)
     assert "DRAM bandwidth from" not in said(more)
+
+
+def test_fragmented_memory_has_a_cure() -> None:
+    """Where the allocator would take more than the GPU has, the answer says so, and only there."""
+    found = answer(LARGE)
+    assert found.best is not None
+    assert "expandable_segments" not in said(found)
+    capacity = found.profile.hardware.gpu_capacity_bytes
+    summary = replace(found.best.summary, gpu_reserved_bytes=capacity + GIB)
+    more = replace(found, candidates=(replace(found.best, summary=summary), *found.candidates[1:]))
+    assert f"more than its {format_bytes(capacity)}, as free memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF" in said(more)
 
 
 def test_memory_binds_where_more_of_it_helps() -> None:

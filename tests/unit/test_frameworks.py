@@ -25,7 +25,7 @@ from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
 from autohete.schedule import HOST_MEMORY
 from autohete.simulate import simulate_plan, simulate_policy
-from autohete.workload import FusedAttention, Precision, Units, Workload
+from autohete.workload import AttentionMask, FusedAttention, Kernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -111,6 +111,20 @@ def test_torchtitan_has_its_own_models() -> None:
     assert "without another transformer_blocks" in refusal(
         BY_NAME["torchtitan"], decided("fsdp2_offload", replace(llama, transformer_blocks=16))
     )
+
+
+def test_llamafactory_runs_liger_kernel_with_its_loss() -> None:
+    """One key turns on both, so a plan with the kernels alone is refused."""
+    liger = replace(LLAMA, training=PURE, kernels=Kernels.LIGER)
+    whole = decided("resident", replace(liger, chunked_loss=True))
+    assert yaml(files_of("llamafactory", whole)["train.yaml"])["enable_liger_kernel"]
+    assert "plan with --chunked-loss" in refusal(BY_NAME["llamafactory"], decided("resident", liger))
+
+
+def test_masks_are_not_written() -> None:
+    """What is written trains on packed sequences."""
+    masked = replace(LLAMA, training=PURE, kernels=Kernels.EAGER_FLASH, attention_mask=AttentionMask.BOOL)
+    assert "masks of padded sequences" in refusal(BY_NAME["torch"], decided("resident", masked))
 
 
 def test_all_policies_have_an_answer() -> None:
