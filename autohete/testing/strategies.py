@@ -78,7 +78,7 @@ from autohete.schedule import (
     Value,
     validate,
 )
-from autohete.workload import Kernels, LossKernels, Precision, Units, Workload
+from autohete.workload import GPT2_KERNELS, LossKernels, Precision, Units, Workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
@@ -149,7 +149,7 @@ def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: in
         batch_size=dice.whole(1, 4),
         precision=dice.of(list(Precision)),
         tied_embeddings=dice.flip(),
-        kernels=dice.of(list(Kernels)),
+        kernels=dice.of(list(GPT2_KERNELS)),
         micro_batches=dice.whole(1, max_micro_batches),
         clip_norm=dice.of([None, None, 1.0]),
         units=units,

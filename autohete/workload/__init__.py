@@ -62,6 +62,8 @@ class Kernels(StrEnum):
 
 #: Those of ``transformers``: a kernel per operation, except for what others put in their place.
 EAGER_KERNELS = (Kernels.EAGER, Kernels.EAGER_FLASH, Kernels.FUSED_NORMS, Kernels.LIGER)
+#: Those that compute blocks of GPT-2, which have neither RMSNorm nor rotations.
+GPT2_KERNELS: tuple[Kernels, ...] = tuple(one for one in Kernels if one not in (Kernels.FUSED_NORMS, Kernels.LIGER))
 #: Those whose scores stay out of memory.
 FLASH_KERNELS = (Kernels.FUSED, Kernels.LEAN, *EAGER_KERNELS[1:])
 
@@ -246,7 +248,7 @@ class Workload(Hashed):
                 f"attention is {self.attention}, but kernels {self.kernels} have scores in memory: use fused, lean or "
                 "eager_flash, or leave attention out"
             )
-        if self.architecture is None and self.kernels in (Kernels.FUSED_NORMS, Kernels.LIGER):
+        if self.architecture is None and self.kernels not in GPT2_KERNELS:
             raise InputError(
                 f"kernels {self.kernels} stand in for RMSNorm and rotations, of which blocks of GPT-2 have none: use "
                 f"{Kernels.EAGER_FLASH}, or name a model that has them"
@@ -310,19 +312,19 @@ class Workload(Hashed):
     def _check_mask(self) -> None:
         if self.attention_mask is None:
             return
-        given = f"attention_mask is {self.attention_mask}"
+        given = f"attention_mask {self.attention_mask}"
         if self.kernels not in EAGER_KERNELS[1:]:
             able = " or ".join(EAGER_KERNELS[1:])
             raise InputError(
-                f"{given}, but kernels is {self.kernels}: use {able}, or leave attention_mask out, as {Kernels.EAGER} has one "
-                "in any case"
+                f"kernels is {self.kernels}, but {given} is for those of transformers: use {able}, or leave it out, as "
+                f"{Kernels.EAGER} has a mask in any case"
             )
         if self.attention is not None and self.attention not in MASKED_ATTENTION:
             able = " or ".join(MASKED_ATTENTION)
-            raise InputError(f"{given}, but attention {self.attention} takes no mask: use {able}, or leave attention out")
+            raise InputError(f"attention {self.attention} takes no mask such as {given}: use {able}, or leave attention out")
         if self.document_length is not None:
             raise InputError(
-                f"{given}, with which attention computes all scores of a sequence, so documents save nothing: leave "
+                f"documents save nothing with {given}, as attention then computes all scores of a sequence: leave "
                 "document_length or attention_mask out"
             )
 

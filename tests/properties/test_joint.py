@@ -27,7 +27,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import judge_for, with_memory
 from autohete.testing import strategies
-from autohete.workload import Kernels, Precision, Units, Workload, named_workload
+from autohete.workload import GPT2_KERNELS, Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Training
@@ -53,7 +53,7 @@ def drawn_profile(seed: int, blocks: int) -> Profile:
         batch_size=rng.randint(1, 8),
         precision=rng.choice(list(Precision)),
         tied_embeddings=rng.random() < 0.5,
-        kernels=rng.choice(list(Kernels)),
+        kernels=rng.choice(list(GPT2_KERNELS)),
         micro_batches=rng.choice([1, 1, 2]),
     )
     h2d, d2h = rate(9.5, 11), rate(9.5, 11)

@@ -320,7 +320,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("stronghold:window=-3", "takes a whole number"),
         ("stronghold:window=3,window=4", "given twice"),
         ("autohete:priority=maybe", "is a switch"),
-        ("resident:checkpointing=half", "choose one of best, full, selective, none"),
+        ("resident:checkpointing=half", "choose one of best, full, selective, alternate, none"),
         ("patrickstar:gpu_share=101", "between 1 and 100"),
         ("patrickstar:chunk_size=0", "between 1 and 4096"),
         ("", "unknown policy ''"),

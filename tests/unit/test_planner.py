@@ -30,7 +30,7 @@ from autohete.profile import Profile, analytic_profile
 from autohete.schedule import GPU_MEMORY, Buffer, BufferId, Edge, Free, Kind, Lane, Schedule, Task, TaskId, Value
 from autohete.sim import SimExecutor
 from autohete.simulate import judge_for, simulate_plan, simulate_policy
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import GPT2_KERNELS, Precision, Workload, named_workload
 from autohete.workload.config import read_model
 from benchmarks.planner import compare, faster
 from benchmarks.planner import draw as draw_setting
@@ -74,7 +74,7 @@ def draw(seed: int, clip_norm: float | None = None, gpus: int = 1) -> Case:
         batch_size=rng.randint(1, 8),
         precision=rng.choice(list(Precision)),
         tied_embeddings=rng.random() < 0.7,
-        kernels=rng.choice(list(Kernels)),
+        kernels=rng.choice(list(GPT2_KERNELS)),
         clip_norm=clip_norm,
     )
     h2d, d2h = rate(9.5, 11), rate(9.5, 11)
