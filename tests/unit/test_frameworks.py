@@ -118,7 +118,7 @@ def test_llamafactory_runs_liger_kernel_with_its_loss() -> None:
     liger = replace(LLAMA, training=PURE, kernels=Kernels.LIGER)
     whole = decided("resident", replace(liger, chunked_loss=True))
     assert yaml(files_of("llamafactory", whole)["train.yaml"])["enable_liger_kernel"]
-    assert "plan with --chunked-loss" in refusal(BY_NAME["llamafactory"], decided("resident", liger))
+    assert "plan with chunked_loss" in refusal(BY_NAME["llamafactory"], decided("resident", liger))
 
 
 def test_masks_are_not_written() -> None:
