@@ -560,7 +560,11 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
             texts[flag] = st.sampled_from([flag, f"{flag}=on", f"{flag}=off"])
         elif isinstance(wanted, type) and issubclass(wanted, Enum):
             texts[flag] = st.sampled_from(
-                [f"{flag}={member.value}" for member in wanted if member is not Checkpointing.SELECTIVE]
+                [
+                    f"{flag}={member.value}"
+                    for member in wanted
+                    if member not in (Checkpointing.SELECTIVE, Checkpointing.ALTERNATE)
+                ]
             )
         elif wanted is str:
             texts[flag] = st.just(f"{flag}=nvme")
@@ -573,7 +577,7 @@ def _flags(name: str) -> dict[str, st.SearchStrategy[str]]:
 def policies(draw: st.DrawFn, name: str | None = None) -> NamedPolicy:
     """Published systems (or the one called ``name``) with some of their flags set.
 
-    None recomputes selectively, because a profile need not support it.
+    None recomputes selectively or keeps results, because a profile need not support it.
     """
     name = name or draw(st.sampled_from(sorted(set(POLICIES) - NEED_DRIVES)))
     texts = _flags(name)
