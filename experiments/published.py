@@ -182,8 +182,14 @@ class Source(_Table):
 def _workload(name: str, given: dict[str, Any]) -> Workload:
     fields = dict(given)
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
-    texts = {"precision": Precision, "kernels": Kernels, "units": Units, "loss": LossKernels}
-    texts |= {"attention": FusedAttention, "attention_mask": AttentionMask}
+    texts = {
+        "precision": Precision,
+        "kernels": Kernels,
+        "units": Units,
+        "loss": LossKernels,
+        "attention": FusedAttention,
+        "attention_mask": AttentionMask,
+    }
     for field, kind in texts.items():
         if field in fields:
             fields[field] = kind(fields[field])

@@ -113,7 +113,8 @@ class Shape:
         2023) or efficient (xFormers). Default: what PyTorch takes on the GPU.
     attention_mask:
         Attention gets a mask as a tensor, as transformers makes one of padded sequences, so that it computes all scores: bool
-        (transformers 5, a copy in each block) or additive (transformers 4, shared by all blocks). For eager_flash kernels.
+        (transformers 5, a copy in each block) or additive (transformers 4, shared by all blocks). For eager_flash, fused_norms
+        and liger kernels.
     units:
         Smallest part that is planned by itself: block, or sublayer (attention and MLP of each block).
     loss:

@@ -65,7 +65,7 @@ class LlamaFactoryFiles:
         if workload.architecture is None:
             raise InputError("trains models that have a config.json and a tokenizer: name a model")
         if workload.kernels is Kernels.LIGER and not workload.chunked_loss:
-            raise InputError("runs Liger Kernel with its loss alone: plan with chunked_loss as well")
+            raise InputError("runs Liger Kernel only together with its loss: plan with chunked_loss as well")
         method = _method(decided)
         return {
             "model_name_or_path": weights,

@@ -63,12 +63,12 @@ def input_cast(workload: Workload) -> Operation:
     """What a copy of a layer's input takes and keeps. Under autocast a layer casts its input from 16 bit to fp32, the format of
     the adapter, and autocast casts it back; what is in fp32 already is cast once, and layers in NF4 cast nothing else.
     """
-    casts, kept = _input_casts(workload), _input_bytes(workload)
+    casts, kept = _cast_count(workload), _input_bytes(workload)
     source = "PEFT 0.21, tuners/lora/layer.py: Linear.forward"
     return Operation("cast", source, forward=casts, forward_fp32=casts, forward_kernels=casts, kept_copies=kept)
 
 
-def _input_casts(workload: Workload) -> int:
+def _cast_count(workload: Workload) -> int:
     """How often an adapter's input is cast from one format to the other, forward; as often its gradient is, backward."""
     return 1 if workload.is_prepared else int(_drops_fp32(workload)) * (1 + (workload.adapters is Adapters.AUTOCAST))
 
@@ -114,7 +114,7 @@ def _accesses(workload: Workload, *, cloned: bool) -> tuple[tuple[int, int], tup
         result = 2 * _FP32_BYTES + added, 2 * _FP32_BYTES + cast * (1 if cloned else 2)
     else:
         result = (2 * cloned + 2) * stream + 3 * narrow, 2 * narrow + cast * (stream != narrow)
-    casts = cast * _input_casts(workload)
+    casts = cast * _cast_count(workload)
     return result, (casts, casts + 3 * stream)
 
 
@@ -149,25 +149,19 @@ def additions(
     results = sum(layer.shape.rows * layer.shape.columns for layer in layers)
     inputs = sum(layer.shape.rows * layer.shape.inner for layer in layers)
     sizes = results * tokens / bandwidth, inputs * tokens / bandwidth
-    casts = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
+    cast = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
     of_result, of_input = _accesses(workload, cloned=bool(quantised) and workload.kernels in EAGER_KERNELS)
     dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
-    cast = ((element + _FP32_BYTES) * casts + _prepared_casts(workload, unit) * tokens) / bandwidth
+    casts = ((element + _FP32_BYTES) * cast + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0
     dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth
+    either = dequantised + casts + dropped
+    forward, backward = (
+        sum(seconds[way] for seconds in times) + of_result[way] * sizes[0] + of_input[way] * sizes[1] + either for way in (0, 1)
+    )
     return Additions(
-        forward_seconds=sum(forward for forward, _ in times)
-        + of_result[0] * sizes[0]
-        + of_input[0] * sizes[1]
-        + dequantised
-        + cast
-        + dropped,
-        backward_seconds=sum(backward for _, backward in times)
-        + of_result[1] * sizes[0]
-        + of_input[1] * sizes[1]
-        + dequantised
-        + cast
-        + dropped,
+        forward_seconds=forward,
+        backward_seconds=backward,
         forward_kernels=(_KERNELS[0] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
         backward_kernels=(_KERNELS[1] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
         kept_bytes=_kept_bytes(workload, layers) if layers else 0,

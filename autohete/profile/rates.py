@@ -71,9 +71,10 @@ class Rates:
         fp32: bool = False,
     ) -> float:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
-        fp8 the operands have one byte each; the result has not. One that ``adds`` to a sum reads that as well. While a tile's
-        pipeline fills, and while its result is written, it waits for memory; so the product takes at most as long as both after
-        each other, which bounds those of small inner size, such as adapters.
+        fp8 the operands have one byte each; the result has not. With fp32 both have four, whatever the workload's precision.
+        One that ``adds`` to a sum reads that as well. While a tile's pipeline fills, and while its result is written, it waits
+        for memory; so the product takes at most as long as both after each other, which bounds those of small inner size, such
+        as adapters.
         """
         waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
         flops = self.flops_32bit if fp32 else self.flops_8bit if fp8 else self.flops
@@ -97,15 +98,15 @@ class Rates:
         """Time of ``flops`` in fused attention, with queries and values of ``sizes`` elements, and so many keys a query. If it
         is ``masked``, each head reads its scores' part of the mask as well.
         """
-        asked = self.workload.attention
-        if asked is None or (masked and asked not in MASKED_ATTENTION):
-            asked = default_attention(self.capability, sizes[1], masked=masked)
-        speed = attention_speed(asked, self.capability)
+        made = self.workload.attention
+        if made is None or (masked and made not in MASKED_ATTENTION):
+            made = default_attention(self.capability, sizes[1], masked=masked)
+        speed = attention_speed(made, self.capability)
         seconds = flops / self.flops * speed.slowdown(sum(sizes) / 2, keys, backward=backward)
         if not masked:
             return seconds
         scores = flops / (ATTENTION_BACKWARD if backward else 1) / (2 * sum(sizes))
-        return seconds + MASK_READS[asked][backward] * self.element * scores / self.bandwidth
+        return seconds + MASK_READS[made][backward] * self.element * scores / self.bandwidth
 
     def _host_seconds(self, kernels: float, *, backward: bool = False, more: float = 0.0) -> float:
         """Time in which the host launches ``kernels`` kernels of a pass, with ``more`` operations."""

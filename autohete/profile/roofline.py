@@ -143,7 +143,8 @@ class _Roofline(Rates):
         self, product: Product, fp32: bool = False, *, trained: bool = True, fp8: bool = False
     ) -> tuple[float, float]:
         """Time of a product with weights, forward and backward. Each expert's matrix works on an equal share of rows, one after
-        another in a loop. Frozen weights have no gradient: backward is the product for the input's alone.
+        another in a loop. Frozen weights have no gradient: backward is the product for the input's alone. For ``fp32`` and
+        ``fp8`` see ``_gemm_seconds``.
         """
         looped = self.workload.looped_experts
         batch, times = (product.matrices, 1) if looped is None or product.matrices == 1 else (1, looped)
@@ -222,14 +223,14 @@ class _Roofline(Rates):
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
             part = copied_inputs(part, copied, cast)
-            part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
+            part = masked_part(part, block, w.hidden_size, w.attention_mask)
             return without_inputs(part, copied.keys() - used) if frozen or in_fp8 else part
+        drops = frozen and not any(not one.mixes and one.row == LAST for one in adapted)
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
-            kept = any(not one.mixes and one.row == LAST for one in adapted)
-            part = decoder_part(block, w.hidden_size, component, self.kernels, drops=frozen and not kept)
-            part = masked_part(part, block, w.hidden_size, w.attention_mask) if w.attention_mask else part
+            part = decoder_part(block, w.hidden_size, component, self.kernels, drops=drops)
+            part = masked_part(part, block, w.hidden_size, w.attention_mask)
             part = divided_part(part, parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
@@ -299,7 +300,7 @@ class _Roofline(Rates):
             forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth + exchanged, 2, forward_host)
             busy = gemm_backward + 5 * hidden_bytes / self.bandwidth + exchanged_back
             backward = self._pass_seconds(busy, 4, backward_host)
-            workspaces = (self._mask_bytes(), hidden_bytes + self._mask_bytes())
+            workspaces = (0, hidden_bytes)
         else:
             part, scores = self._part(unit), self._scores(unit)
             total = part.total
@@ -323,12 +324,12 @@ class _Roofline(Rates):
             # The table's workspaces include the output, and in backward its gradient and that of the input. Of a narrow MLP
             # those two alone are more.
             workspaces = (
-                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes + self._mask_bytes(),
+                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
                 max(part.backward_workspace - 2, 0.0) * whole_bytes
                 + part.backward_score_workspace * element * scores
-                + added.workspace_bytes
-                + self._mask_bytes(),
+                + added.workspace_bytes,
             )
+        masks = 0 if role is BlockRole.EMBEDDING else self._mask_bytes()
         frozen_parameters = w.frozen_parameters(unit)
         update, states, temporaries = self._update(unit, parameters - frozen_parameters)
         return UnitProfile(
@@ -340,8 +341,8 @@ class _Roofline(Rates):
             gpu_update_workspace_bytes=temporaries,
             input_bytes=round(min(activations, 8 * w.tokens if role is BlockRole.EMBEDDING else stream_bytes)),
             activation_bytes=round(activations),
-            forward_workspace_bytes=round(workspaces[0]),
-            backward_workspace_bytes=round(workspaces[1]),
+            forward_workspace_bytes=round(workspaces[0]) + masks,
+            backward_workspace_bytes=round(workspaces[1]) + masks,
             saved=saved,
             frozen_parameters=frozen_parameters,
             frozen_bytes=w.frozen_bytes(unit),

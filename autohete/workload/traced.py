@@ -119,9 +119,8 @@ def _times(sizes: tuple[int, ...] | list[int]) -> int:
 def _fixed(table: ModelTable) -> dict[str, object]:
     """The figures of a workload that are the table's."""
     plain = Workload("plain", 1, 1, 1)
-    same = {name: getattr(plain, name) for name in ("units", "chunked_loss", "loss_chunks", "architecture")}
-    same |= {name: getattr(plain, name) for name in ("document_length", "looped_experts", "attention_mask", "loss")}
-    same["keeps_logits"] = plain.keeps_logits
+    names = ("units", "chunked_loss", "loss_chunks", "architecture", "document_length", "looped_experts", "attention_mask")
+    same = {name: getattr(plain, name) for name in (*names, "loss", "keeps_logits")}
     return {
         "hidden_size": table.width,
         "transformer_blocks": len(table.units) - 2,

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from autohete.errors import InputError
 from autohete.hardware import load_hardware, parse_parallel
 from autohete.profile import analytic_profile
-from autohete.profile.attention import attention_speed, default_attention
+from autohete.profile.attention import MASK_READS, attention_speed, default_attention
 from autohete.profile.rates import Rates
-from autohete.workload import AttentionMask, FusedAttention, Kernels, named_workload
+from autohete.workload import MASKED_ATTENTION, AttentionMask, FusedAttention, Kernels, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import causal_tokens
 from autohete.workload.traced import traced_workload
@@ -105,6 +105,11 @@ def test_masked_attention_takes_as_long_as_published(attention: FusedAttention, 
     assert rates._attention_seconds(2.5 * flops, (64, 64), 16384, backward=True, masked=True) == pytest.approx(
         backward / 1e3, rel=0.05
     )
+
+
+def test_what_takes_a_mask_has_a_rate_of_reading_it() -> None:
+    """No more and no less."""
+    assert set(MASK_READS) == set(MASKED_ATTENTION)
 
 
 @pytest.mark.parametrize("hardware", ["a100-40gb-epyc7713", "h100-pcie5", "rtx4090-workstation"])

@@ -203,7 +203,7 @@ def test_a_pass_needs_the_workspace_of_the_rows(
 def test_kernels_of_others_do_what_the_rows_say(
     family: str, name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a block keeps within 1 %, what it accesses within 5 %, kernels within 5 %, and what is alive at once within 10 %."""
+    """What a block keeps within 1 %, what it accesses and the kernels that it launches within 5 %."""
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     triton_kernels.patch(modeling, name, kernels is Kernels.LIGER, monkeypatch)
     workload, module = replace(wide(family, Precision.BF16), kernels=kernels), layer(family, 0, Precision.BF16)

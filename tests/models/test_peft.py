@@ -119,15 +119,20 @@ def kept_bytes(module: Any, compute: Callable[[], Any]) -> int:
     return sum(each.untyped_storage().nbytes() for each in own)
 
 
+def first_block(lora: Lora | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Profile, Any, Any, Any, Any]:
+    """The profile, the model, its stack of blocks, and what the first of these gets: an input, and angles."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", one_kernel_dropout)
+    whole = model(lora)
+    base = (whole if lora is None else whole.get_base_model()).model
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=base.norm.weight.dtype, requires_grad=True)
+    return profiled(lora), whole, base, x, base.rotary_emb(x, torch.arange(SEQUENCE)[None])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_head_keep_as_many_bytes_as_in_a_real_training(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, whatever the format of adapters and base; and what one block hands to the next has the same size."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", one_kernel_dropout)
     lora, autocast = CASES[case]
-    profile, whole = profiled(lora), model(lora)
-    base = (whole if lora is None else whole.get_base_model()).model
-    x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=base.norm.weight.dtype, requires_grad=True)
-    angles = base.rotary_emb(x, torch.arange(SEQUENCE)[None])
+    profile, whole, base, x, angles = first_block(lora, monkeypatch)
     outputs = []
     with under_autocast(autocast, monkeypatch):
         found = kept_bytes(whole, lambda: outputs.append(base.layers[0](x, position_embeddings=angles)))
@@ -140,12 +145,8 @@ def test_blocks_and_head_keep_as_many_bytes_as_in_a_real_training(case: str, mon
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_access_as_many_bytes_as_in_a_real_training(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of everything elementwise within 3 %: that of the block, and of adapters and casts, which are in fp32 or in 16 bit."""
-    monkeypatch.setattr(torch.nn.functional, "dropout", one_kernel_dropout)
     lora, autocast = CASES[case]
-    profile, whole = profiled(lora), model(lora)
-    base = (whole if lora is None else whole.get_base_model()).model
-    x = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=base.norm.weight.dtype, requires_grad=True)
-    angles = base.rotary_emb(x, torch.arange(SEQUENCE)[None])
+    profile, _, base, x, angles = first_block(lora, monkeypatch)
     with under_autocast(autocast, monkeypatch), counting() as counter:
         out = base.layers[0](x, position_embeddings=angles)
         counter.backward = True

@@ -17,7 +17,7 @@ from autohete.policies.several_gpus import ZERO3_HOOKS
 from autohete.profile import Profile, analytic_profile
 from autohete.simulate import simulate
 from autohete.testing import strategies
-from autohete.workload import GPT2_KERNELS, Kernels, Workload
+from autohete.workload import Kernels, Workload
 from autohete.workload.config import read_model
 from autohete.workload.training import Lora, Training
 
@@ -60,7 +60,7 @@ def test_more_hooks_make_no_pass_faster(profile: Profile, some: float, more: flo
     assert all(a <= b <= c for a, b, c in zip(plain, few, many, strict=True))
 
 
-@pytest.mark.parametrize("kernels", list(GPT2_KERNELS))
+@pytest.mark.parametrize("kernels", list(Kernels))
 def test_long_passes_do_not_wait_for_their_host(kernels: Kernels) -> None:
     """With 16,384 tokens no block of an 8B model takes longer than with a host that needs no time, under ZeRO-3's hooks."""
     workload = replace(LLAMA, batch_size=4, sequence_length=4096, kernels=kernels)

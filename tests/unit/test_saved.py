@@ -15,7 +15,7 @@ from autohete.plan import Activations, Plan, Route, SavedRoute, UnitPlan
 from autohete.profile import Profile, SavedTensors, analytic_profile
 from autohete.schedule import parse_schedule
 from autohete.simulate import simulate_plan
-from autohete.workload import GPT2_KERNELS, Kernels
+from autohete.workload import Kernels
 from autohete.workload.config import read_model
 
 AGAIN = SavedRoute("norm", recomputed=True)
@@ -138,7 +138,7 @@ def test_a_plan_for_another_profile_is_refused() -> None:
         paper(saved=(SavedTensors("a", 31), SavedTensors("b", 20)))
 
 
-@pytest.mark.parametrize("kernels", list(GPT2_KERNELS))
+@pytest.mark.parametrize("kernels", list(Kernels))
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gemma-2-9b", "gpt2-xl"])
 def test_the_tables_list_everything_that_is_kept(name: str, kernels: Kernels) -> None:
     """Tensor by tensor, each with a name of its own."""

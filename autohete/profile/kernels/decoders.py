@@ -128,13 +128,13 @@ def widened_part(part: Part) -> Part:
     return replace(part, operations=tuple(one if one.name in narrow else wide(one) for one in part.operations))
 
 
-def masked_part(part: Part, block: Block, hidden_size: int, mask: AttentionMask) -> Part:
-    """``part`` whose fused attention gets a mask. Then ``transformers`` repeats keys and values for their query heads
-    (``use_gqa_in_sdpa``), and PyTorch makes of a mask of booleans one that is added to the scores, which backward needs
-    (``convert_boolean_attn_mask`` in ``attention.cpp``) and all heads share.
+def masked_part(part: Part, block: Block, hidden_size: int, mask: AttentionMask | None) -> Part:
+    """``part`` whose fused attention gets a mask, if there is one. Then ``transformers`` repeats keys and values for their
+    query heads (``use_gqa_in_sdpa``), and PyTorch makes of a mask of booleans one that is added to the scores, which backward
+    needs (``convert_boolean_attn_mask`` in ``attention.cpp``) and all heads share.
     """
     a = block.mixer
-    if not isinstance(a, (Attention, LatentAttention)):
+    if mask is None or not isinstance(a, (Attention, LatentAttention)):
         return part
     made = (mask is AttentionMask.BOOL) / a.heads
     q, kv = (a.query_size, a.key_value_size) if isinstance(a, Attention) else (0, 0)

@@ -224,8 +224,8 @@ class Implementation:
         eager: one kernel per operation.
         host_forward, host_backward: operations of the host for each kernel: Python between the kernels, and its views.
         lean: its parts are to be :func:`leaned`.
-        fuses_norms, fuses_activation: of what is eager, RMSNorm and rotations, or gated activation functions, have kernels of
-            their own.
+        fuses_norms: although ``eager``, each RMSNorm is one kernel, and so are rotations.
+        fuses_activation: although ``eager``, a gated activation function is one kernel.
     """
 
     block: Part
@@ -451,29 +451,23 @@ _EAGER_FLASH = Implementation(
 IMPLEMENTATIONS: dict[Kernels, Implementation] = {
     Kernels.FUSED: _FUSED,
     Kernels.LEAN: replace(_FUSED, lean=True),
-    Kernels.FUSED_SOFTMAX: Implementation(
-        _part(
+    Kernels.FUSED_SOFTMAX: replace(
+        _FUSED,
+        block=_part(
             (*_MEGATRON_SCORES_ATTENTION, *_MEGATRON_MLP),
             2,
             6.5,
             1,
             (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN, *_MEGATRON_MLP_AGAIN),
         ),
-        _part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN)),
-        _part(_MEGATRON_MLP, 2, 6.5, selected=_MEGATRON_MLP_AGAIN),
-        LossKernels.MEGATRON,
+        attention=_part(_MEGATRON_SCORES_ATTENTION, 2, 4.5, 1, (*_MEGATRON_CORE, *_MEGATRON_NORM_AGAIN)),
         flash=False,
     ),
-    Kernels.EAGER: Implementation(
-        _part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
-        _part(_HF_SCORES_ATTENTION, 2, 3.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN)),
-        _part(_HF_MLP, 2, 9.5, selected=_HF_MLP_AGAIN),
-        LossKernels.SHIFTED,
+    Kernels.EAGER: replace(
+        _EAGER_FLASH,
+        block=_part((*_HF_SCORES_ATTENTION, *_HF_MLP), 3, 9.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN, *_HF_MLP_AGAIN)),
+        attention=_part(_HF_SCORES_ATTENTION, 2, 3.5, 1, (*_HF_CORE, *_HF_NORM_AGAIN)),
         flash=False,
-        instructions=_EAGER_INSTRUCTIONS,
-        eager=True,
-        host_forward=_EAGER_HOST[0],
-        host_backward=_EAGER_HOST[1],
     ),
     Kernels.EAGER_FLASH: _EAGER_FLASH,
     Kernels.FUSED_NORMS: replace(_EAGER_FLASH, fuses_norms=True),
