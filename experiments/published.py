@@ -193,6 +193,8 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     for field, kind in texts.items():
         if field in fields:
             fields[field] = kind(fields[field])
+    if "sample_lengths" in fields:
+        fields["sample_lengths"] = tuple(fields["sample_lengths"])
     training: dict[str, Any] = {key: fields.pop(key) for key in ("optimizer", "fp8", "early_stop", "foreach") if key in fields}
     if "optimizer" in training:
         training["optimizer"] = Optimizer(training["optimizer"])

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from autohete.analysis.occupancy import changes, lives
 from autohete.execution.trace import Trace
-from autohete.schedule import Buffer
+from autohete.schedule import Buffer, Value
 
 _MIB = 1 << 20
 #: Sizes are multiples of this.
@@ -27,8 +28,29 @@ _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
 #: From here on an allocation has a segment of its own, in steps of ``_STEP``; those between share segments.
 _LARGE, _SHARED_SEGMENT, _STEP = 10 * _MIB, 20 * _MIB, 2 * _MIB
 
-#: The tensors of a buffer: bytes that add up to its size.
-Tensors = Callable[[Buffer], Sequence[int]]
+
+class Tensors(Protocol):
+    """Splits buffers into tensors."""
+
+    @property
+    def made_last(self) -> Collection[Value]:
+        """Results whose memory the temporaries of their task have before, so that a split of these includes them."""
+
+    def __call__(self, buffer: Buffer) -> Sequence[int]:
+        """Return the bytes of the tensors of ``buffer``, which add up to its size."""
+
+
+class Whole:
+    """Takes each buffer for one tensor."""
+
+    made_last: Collection[Value] = ()
+
+    def __call__(self, buffer: Buffer) -> Sequence[int]:
+        """Return its size."""
+        return (buffer.size_bytes,)
+
+
+WHOLE = Whole()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +140,6 @@ class CachingAllocator:
         return block
 
 
-def whole(buffer: Buffer) -> tuple[int, ...]:
-    """A buffer that is one tensor."""
-    return (buffer.size_bytes,)
-
-
 @dataclass(slots=True, eq=False)
 class ReservedMemory:
     """What PyTorch's allocator reserves of a memory while ``trace`` runs; computed when it is first needed.
@@ -130,12 +147,15 @@ class ReservedMemory:
     Args:
         trace: an execution.
         memory: of a GPU.
-        tensors: see :data:`Tensors`.
+        tensors: of its buffers.
+        orders: returns orders of micro-batches that have other sizes, see :func:`reserve`; none if all are alike. What is
+            reserved is the median over them.
     """
 
     trace: Trace
     memory: str
-    tensors: Tensors = whole
+    tensors: Tensors = WHOLE
+    orders: Callable[[], Iterable[Sequence[Tensors]]] = tuple
     _known: CachingAllocator | None = field(default=None, init=False, repr=False)
 
     @property
@@ -150,13 +170,21 @@ class ReservedMemory:
 
     def _run(self) -> CachingAllocator:
         if self._known is None:
-            self._known = reserve(self.trace, self.memory, self.tensors)
+            runs = [reserve(self.trace, self.memory, self.tensors, order) for order in list(self.orders()) or [()]]
+            self._known = sorted(runs, key=lambda run: run.peak_bytes)[len(runs) // 2]
         return self._known
 
 
-def reserve(trace: Trace, memory: str, tensors: Tensors = whole) -> CachingAllocator:
+def reserve(trace: Trace, memory: str, tensors: Tensors = WHOLE, batches: Sequence[Tensors] = ()) -> CachingAllocator:
     """Return the allocator after ``trace``: each task allocates on the stream of its lane when it starts, and what it frees is
     free when it ends. What is resident comes first.
+
+    Args:
+        trace: an execution.
+        memory: of a GPU.
+        tensors: of its buffers.
+        batches: the tensors of one micro-batch after another, if these are not all alike. ``trace`` is repeated until each was
+            computed, in the same order of allocations; the last one stands for all that follow.
     """
     schedule, buffers = trace.schedule, lives(trace.schedule, memory)
     within = schedule.within(memory)
@@ -166,13 +194,44 @@ def reserve(trace: Trace, memory: str, tensors: Tensors = whole) -> CachingAlloc
         if resident.memory in within:
             for size in tensors(resident):
                 allocator.allocate(size, first)
-    sizes = [tensors(one) for task in schedule.tasks for one in task.allocates if one.memory in within]
+    made = [one for task in schedule.tasks for one in task.allocates if one.memory in within]
     streams = [schedule.tasks[task].lane for task in buffers.allocates]
-    held: dict[int, list[Piece]] = {}
-    for instance, buffer, begins in changes(trace, memory):
-        if begins:
-            held[instance] = [allocator.allocate(size, streams[buffer]) for size in sizes[buffer]]
-        else:
-            for block in held.pop(instance):
+    micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
+    each = batches or (tensors,)
+    sizes: dict[tuple[Tensors, int], Sequence[int]] = {}
+    for begun in range(0, len(each), trace.iterations * micro_batches):
+        iterations, held = [-back for back in buffers.backs], dict[int, list[Piece]]()
+        for instance, buffer, begins in _in_turn(trace, memory, [one.id.value in tensors.made_last for one in made]):
+            if not begins:
+                for block in held.pop(instance):
+                    allocator.free(block)
+                continue
+            iteration, iterations[buffer] = iterations[buffer], iterations[buffer] + 1
+            batch = begun + iteration * micro_batches + made[buffer].id.micro_batch
+            if batches and batch >= len(each) and begun + iteration > 0:
+                break
+            of_batch = each[min(max(batch, 0), len(each) - 1)]
+            if (of_batch, buffer) not in sizes:
+                sizes[of_batch, buffer] = of_batch(made[buffer])
+            held[instance] = [allocator.allocate(size, streams[buffer]) for size in sizes[of_batch, buffer]]
+        for blocks in held.values():
+            for block in blocks:
                 allocator.free(block)
     return allocator
+
+
+def _in_turn(trace: Trace, memory: str, made_last: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
+    """The changes of ``memory``, in which buffers that are ``made_last`` begin once something is freed."""
+    late: list[tuple[int, int, bool]] = []
+    for change in changes(trace, memory):
+        _, buffer, begins = change
+        if begins and made_last[buffer]:
+            late.append(change)
+        elif begins:
+            yield change
+        else:
+            pair = [change], late
+            for some in reversed(pair) if made_last[buffer] else pair:  # of which nothing was freed before
+                yield from some
+            late.clear()
+    yield from late

@@ -31,6 +31,10 @@ class ReservedPeak(Protocol):
     def peak_bytes(self) -> int:
         """The most that is taken at a time."""
 
+    @property
+    def retries(self) -> int:
+        """How often it is full until something is given back."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy:
@@ -62,6 +66,11 @@ class Occupancy:
     def reserved_bytes(self) -> int:
         """The most that is taken from the memory at a time: of a GPU's, what PyTorch's allocator reserves."""
         return self.peak_bytes if self.reservation is None else self.reservation.peak_bytes
+
+    @property
+    def retries(self) -> int:
+        """How often an allocator finds the memory full until it gives something back."""
+        return 0 if self.reservation is None else self.reservation.retries
 
     @property
     def fits(self) -> bool:

@@ -72,6 +72,14 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{text[:40]!r} is not a whole number, such as 8") from None
 
 
+def _wholes(option: str, text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    try:
+        return tuple([int(part) for part in text.split(",")])
+    except ValueError:
+        raise InputError(f"{option} is {text[:40]!r}: give whole numbers with commas between, such as 50,700,4096") from None
+
+
 #: The value of an option that counts something.
 Whole = Annotated[int, Parameter(converter=_whole)]
 
@@ -126,6 +134,9 @@ class Shape:
         Compute the logits in chunks of tokens, as Liger Kernel does.
     loss_chunks:
         Number of chunks, instead of Liger Kernel's. Implies --chunked-loss.
+    sample_lengths:
+        Tokens of samples where they differ: some evenly spaced quantiles from the shortest to the longest, such as 50,700,4096.
+        A batch is padded to its longest sample. Times and peaks are those of whole sequences, what PyTorch reserves is not.
     document_length:
         Tokens per document, of which each sequence packs several; attention stays within a document.
     optimizer:
@@ -172,6 +183,7 @@ class Shape:
     loss: LossKernels | None = None
     chunked_loss: bool | None = None
     loss_chunks: Whole | None = None
+    sample_lengths: str | None = None
     document_length: Annotated[Whole | None, Parameter(name="--documents")] = None
     optimizer: _OptimizerName | None = None
     foreach: bool | None = None
@@ -193,6 +205,8 @@ class Shape:
         changed = {name: value for name, value in given.items() if value is not None}
         if [name for name in _TRAINING if changed.pop(name, None) is not None]:
             changed["training"] = self.training()
+        if self.sample_lengths is not None:
+            changed["sample_lengths"] = _wholes("--sample-lengths", self.sample_lengths)
         if self.loss_chunks is not None:
             changed.setdefault("chunked_loss", True)
         if self.precision is not None:

@@ -101,6 +101,7 @@ def part_of_rank(workload: Workload, parallelism: Parallelism) -> Workload:
     return replace(
         workload,
         sequence_length=sequence,
+        sample_lengths=None,
         document_length=None if workload.document_length is None else min(workload.document_length, sequence),
         vocabulary_size=-(-workload.vocabulary_size // tensor),
         architecture=replace(whole, blocks=blocks),

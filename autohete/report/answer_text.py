@@ -168,8 +168,9 @@ def _memory(answer: Answer) -> Iterator[str]:
         yield f"{budget.memory:<9}{used:>11}{format_bytes(budget.available_bytes):>12}   {_kept_back(budget)}"
     reserved = answer.best.summary.gpu_reserved_bytes if answer.best is not None else None
     if reserved is not None:
-        more = _fragmented(answer, reserved)
-        yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used{more}"
+        more, lengths = _fragmented(answer, reserved), answer.profile.workload.sample_lengths
+        after = f", after samples of {min(lengths)} to {max(lengths)} tokens" if lengths else ""
+        yield f"PyTorch's allocator reserves {format_bytes(reserved)} of the GPU for what is used{after}{more}"
     if answer.profile.hardware.all_gpus > 1:
         yield "of each GPU; host and pinned memory are its share of the node"
     if answer.best is not None and not answer.purchases:
@@ -184,13 +185,13 @@ def _memory(answer: Answer) -> Iterator[str]:
 
 
 def _fragmented(answer: Answer, reserved_bytes: int) -> str:
-    """What to do if the allocator would need more than there is."""
-    if reserved_bytes <= answer.profile.hardware.gpu_capacity_bytes:
-        return ""
-    return (
-        f", more than its {format_bytes(answer.profile.hardware.gpu_capacity_bytes)}, as free memory is in pieces: set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    )
+    """What to do if the allocator would need more than there is, or all of it."""
+    capacity, cure = answer.profile.hardware.gpu_capacity_bytes, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if reserved_bytes > capacity:
+        return f", more than its {format_bytes(capacity)}, as free memory is in pieces: {cure}"
+    if answer.simulation is not None and answer.simulation.gpu.retries:
+        return f", and training waits where it gives back what is in pieces: {cure}"
+    return ""
 
 
 def _kept_back(budget: Budget) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autohete.analysis.allocator import ReservedMemory
@@ -17,6 +18,7 @@ from autohete.profile import Profile
 from autohete.quantities import format_bytes, format_rate, format_seconds
 from autohete.schedule import HOST_MEMORY, PINNED_MEMORY, Schedule, is_gpu
 from autohete.sim import SimExecutor
+from autohete.simulate.samples import batches_of_samples
 from autohete.simulate.tensors import TensorSizes
 from autohete.tabular import facts_html
 
@@ -172,9 +174,11 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
-    tensors = TensorSizes(profile)
+    tensors, orders = TensorSizes(profile), partial(batches_of_samples, profile, plan)
     memories = tuple(
-        replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors)) if is_gpu(occupied.memory) else occupied
+        replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors, orders))
+        if is_gpu(occupied.memory)
+        else occupied
         for occupied in (occupancy(trace, memory.name) for memory in schedule.memories)
     )
     return Simulation(profile, plan, schedule, trace, steady, memories)

@@ -10,10 +10,12 @@ itself are flat.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from autohete.profile import Profile
 from autohete.schedule import Buffer, Kind, Value
+from autohete.workload import LossKernels
 from autohete.workload.model import Experts, Mlp
 from autohete.workload.traced import TracedWorkload
 
@@ -26,9 +28,15 @@ class TensorSizes:
     """Splits the buffers of a schedule of ``profile``."""
 
     profile: Profile
+    _known: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def made_last(self) -> Collection[Value]:
+        """The loss makes the gradient of the logits when the temporaries are gone that it makes it of."""
+        return (Value.LOGITS_GRADIENT,)
 
     def __call__(self, buffer: Buffer) -> list[int]:
-        """Return the bytes of the tensors of ``buffer``, which add up to its size."""
+        """Return the bytes of the tensors of ``buffer``, which add up to its size; of the loss's with what it makes of them."""
         value, unit, size = buffer.id.value, buffer.id.unit, buffer.size_bytes
         if unit is None or not size:
             return [size] * (size > 0)
@@ -42,8 +50,7 @@ class TensorSizes:
             case Value.ACTIVATIONS:
                 return self._kept(unit, size)
             case Value.WORKSPACE if buffer.id.use is Kind.LOSS:
-                logits = self.profile.loss.passed_bytes // self.profile.element_bytes
-                return _cut(size, 4 * logits)
+                return self._of_loss(size)
             case Value.WORKSPACE if buffer.id.use in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
                 return self._kept(unit, size)
             case Value.WORKSPACE if buffer.id.use is Kind.GPU_UPDATE and self.profile.workload.foreach_bytes:
@@ -59,6 +66,12 @@ class TensorSizes:
 
     def _kept(self, unit: int, size: int) -> list[int]:
         """What a forward keeps, operation by operation, and what ``size`` has besides, or the same if it is less."""
+        alike = id(self.profile.units[unit]), size
+        if alike not in self._known:
+            self._known[alike] = self._split(unit, size)
+        return self._known[alike]
+
+    def _split(self, unit: int, size: int) -> list[int]:
         costs, found = self.profile.units[unit], []
         saved = [one.size_bytes for one in costs.saved]
         if sum(saved) > size:
@@ -67,6 +80,16 @@ class TensorSizes:
             alike = (width for width in self._widths(unit) if width and one % width == 0 and one // width <= _ALIKE)
             found += _cut(one, next(alike, max(costs.input_bytes, -(-one // _ALIKE))))
         return found
+
+    def _of_loss(self, size: int) -> list[int]:
+        """Temporaries of the loss. They have the memory of the gradient before it is made, and that of logits that are dropped
+        meanwhile, unless the blocks of these are too small.
+        """
+        loss, element = self.profile.loss, self.profile.element_bytes
+        of_16_bit = self.profile.workload.loss in (LossKernels.PLAIN, LossKernels.SHIFTED)
+        tensor = loss.passed_bytes // element * (element if of_16_bit else 4)
+        dropped = 0 if loss.keeps_logits or loss.in_place or loss.logits_bytes >= tensor else loss.logits_bytes
+        return _cut(size + loss.gradient_bytes + dropped, tensor)
 
     def _widths(self, unit: int) -> list[int]:
         """Bytes of a tensor of the feed-forward width, in fp32 and as the GPU computes, and of the input."""

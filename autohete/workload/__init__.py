@@ -183,6 +183,9 @@ class Workload(Hashed):
         loss_chunks: the number of these times; None: as many as Liger Kernel takes, if ``chunked_loss``.
         architecture: its blocks; None: all are GPT-2's, and positions are learned, as many as a sequence has tokens.
         training: the trained parameters and the training options.
+        sample_lengths: tokens of samples where they differ: evenly spaced quantiles, such as shortest, median and longest, or
+            all of them. A batch is padded to its longest sample, at most to ``sequence_length``. They decide what an allocator
+            reserves, while times and peaks are those of whole sequences. None: there are no others.
         document_length: a sequence is packed of documents of so many tokens, and attention stays within each; None: a sequence
             is one document.
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
@@ -211,6 +214,7 @@ class Workload(Hashed):
     loss_chunks: int | None = None
     architecture: Architecture | None = None
     training: Training = FULL
+    sample_lengths: tuple[int, ...] | None = None
     document_length: int | None = None
     looped_experts: int | None = None
     attention: FusedAttention | None = None
@@ -241,6 +245,7 @@ class Workload(Hashed):
                 "each head takes an equal part of the hidden size, so choose a divisor"
             )
         check_clip_norm(self.clip_norm)
+        self._check_samples()
         self._check_documents()
         self._check_loop()
         if self.attention is not None and self.kernels not in FLASH_KERNELS:
@@ -294,6 +299,23 @@ class Workload(Hashed):
             raise InputError(
                 f"{lora}: a model is prepared for training with a base in NF4, under autocast; make it quantised with "
                 f"adapters {Adapters.AUTOCAST}, or leave prepared out"
+            )
+
+    def _check_samples(self) -> None:
+        if self.sample_lengths is None:
+            return
+        if type(self.sample_lengths) is not tuple or not self.sample_lengths:
+            raise InputError(f"sample_lengths is {shown(self.sample_lengths)}: give a tuple of the tokens of some samples")
+        for length in self.sample_lengths:
+            if type(length) is not int or not 1 <= length <= self.sequence_length:
+                raise InputError(
+                    f"sample_lengths has {shown(length)}: give whole numbers from 1 to the {self.sequence_length} tokens of a "
+                    "sequence"
+                )
+        if self.document_length is not None:
+            raise InputError(
+                "sample_lengths is for batches of different lengths, but sequences that are packed of documents have one: "
+                "leave document_length or sample_lengths out"
             )
 
     def _check_documents(self) -> None:

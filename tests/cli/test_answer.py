@@ -41,6 +41,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.simulate import Simulation, simulate_again, simulate_plan, simulate_policy
 from autohete.simulate.largest import GrowingFigure, largest, misfit
 from autohete.simulate.summary import answer_or_refusal
+from autohete.workload import Kernels
 from autohete.workload.training import Lora, Training
 
 
@@ -291,6 +292,18 @@ def test_fragmented_memory_has_a_cure() -> None:
     summary = replace(found.best.summary, gpu_reserved_bytes=capacity + GIB)
     more = replace(found, candidates=(replace(found.best, summary=summary), *found.candidates[1:]))
     assert f"more than its {format_bytes(capacity)}, as free memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF" in said(more)
+
+
+def test_samples_of_different_lengths_are_said_to_take_memory() -> None:
+    """What is reserved is said to be after these; where that is all there is, that training waits, with the cure."""
+    workload = replace(WORKLOAD, kernels=Kernels.EAGER, sequence_length=256, sample_lengths=(16, 256))
+    roomy, tight = (
+        find_answer(analytic_profile(workload, where.whole()), where, policies=("resident",), sampling=Sampling(0))
+        for where in (Site("a100-40gb-epyc7713", {}), Site("a100-40gb-epyc7713", {"gpu.memory": "2.67GiB"}))
+    )
+    assert "of the GPU for what is used, after samples of 16 to 256 tokens" in said(roomy)
+    assert "expandable_segments" not in said(roomy)
+    assert "training waits where it gives back what is in pieces: set PYTORCH_CUDA_ALLOC_CONF" in said(tight)
 
 
 def test_memory_binds_where_more_of_it_helps() -> None:

@@ -1,11 +1,17 @@
 """PyTorch's caching allocator: its documented rules, on sequences made by hand."""
 
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from autohete.analysis.allocator import CachingAllocator, Piece, reserve
 from autohete.interface import simulate_training
+from autohete.lowering import lower
+from autohete.profile import analytic_profile
+from autohete.schedule import Kind, Value, is_gpu
+from autohete.simulate.samples import tensors_of_length
 from autohete.simulate.tensors import TensorSizes
 from autohete.workload import Kernels, Workload
 
@@ -167,12 +173,15 @@ def test_what_is_freed_serves_the_same_sizes_again() -> None:
 
 
 def test_buffers_are_split_into_tensors_that_add_up() -> None:
-    """The tensors of each buffer add up to it, and there are several of those of a block."""
+    """The tensors of each buffer add up to it, the loss's temporaries to them and the gradient that is made of them; there are
+    several of those of a block.
+    """
     found = simulate_training(SMALL, "h100-pcie5", "resident")
     split = TensorSizes(found.profile)
     for buffer in (*found.schedule.resident, *(one for task in found.schedule.tasks for one in task.allocates)):
         pieces = split(buffer)
-        assert sum(pieces) == buffer.size_bytes
+        made = found.profile.loss.gradient_bytes if buffer.id.use is Kind.LOSS else 0
+        assert sum(pieces) == buffer.size_bytes + made
         assert all(piece > 0 for piece in pieces)
         if buffer.id.unit == 1 and str(buffer.id.value) in ("parameters", "optimizer_states", "activations", "gradients"):
             assert len(pieces) > 3
@@ -186,3 +195,34 @@ def test_a_simulation_reserves_at_least_what_is_allocated(policy: str) -> None:
     assert found.gpu.reserved_bytes % (2 * MIB) == 0
     assert found.host.reserved_bytes == found.host.peak_bytes
     assert reserve(found.trace, "gpu").peak_bytes >= found.gpu.peak_bytes
+
+
+def test_samples_of_different_lengths_reserve_more() -> None:
+    """With a sample of each length before the longest, blocks are too small for it; with whole sequences none are."""
+    whole = replace(SMALL, kernels=Kernels.EAGER)
+    same, varied = (
+        simulate_training(one, "h100-pcie5", "resident").gpu
+        for one in (replace(whole, sample_lengths=(256, 256)), replace(whole, sample_lengths=(16, 256)))
+    )
+    assert same.reserved_bytes == simulate_training(whole, "h100-pcie5", "resident").gpu.reserved_bytes
+    assert varied.peak_bytes == same.peak_bytes
+    assert varied.reserved_bytes > 1.3 * same.reserved_bytes
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "joint", "pipeline"])
+@pytest.mark.parametrize("changes", [{}, {"micro_batches": 3}, {"chunked_loss": True, "loss_chunks": 400}])
+def test_shorter_batches_have_what_their_own_schedule_allocates(policy: str, changes: dict[str, Any]) -> None:
+    """The tensors of a shorter batch are those of the same plan for it, but parameters and states stay as they are."""
+    workload = replace(SMALL, sample_lengths=(64, 256), **changes)
+    gpus = 2 if policy == "pipeline" else 1
+    found = simulate_training(workload, "a100-40gb-epyc7713", policy, gpus=gpus)
+    chunks = changes.get("loss_chunks") and 128  # no more than there are tokens
+    shorter = replace(workload, sequence_length=64, sample_lengths=None, loss_chunks=chunks)
+    profile = analytic_profile(shorter, found.profile.hardware)
+    expected = {one.id: one for task in lower(profile, found.plan).tasks for one in task.allocates}
+    split, own, tensors = tensors_of_length(found.profile, found.plan, 64), TensorSizes(found.profile), TensorSizes(profile)
+    buffers = [one for task in found.schedule.tasks for one in task.allocates if is_gpu(one.memory)]
+    assert len(buffers) > 10
+    for buffer in buffers:
+        fixed = buffer.id.value in (Value.PARAMETERS, Value.GRADIENTS, Value.OPTIMIZER_STATES)
+        assert split(buffer) == (own(buffer) if fixed else tensors(expected[buffer.id]))

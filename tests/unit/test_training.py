@@ -661,6 +661,14 @@ def test_a_window_is_not_widened_by_documents() -> None:
         (Shape(lora=8, lora_targets="q_projj"), "unknown target of LoRA 'q_projj'.*did you mean 'q_proj'"),
         (Shape(lora=8, lora_targets="q_proj,q_proj"), "each once"),
         (Shape(lora=8, lora_targets=""), "unknown target of LoRA ''"),
+        (Shape(sample_lengths="5,x"), "--sample-lengths is '5,x': give whole numbers with commas between, such as 50"),
+        (Shape(sample_lengths=""), "--sample-lengths is '': give whole numbers"),
+        (Shape(sample_lengths="0,9"), "sample_lengths has 0: give whole numbers from 1 to the 1024 tokens"),
+        (Shape(sample_lengths="7,1025"), "sample_lengths has 1025: give whole numbers from 1 to the 1024 tokens"),
+        (
+            Shape(sample_lengths="7", document_length=64),
+            "documents have one: leave document_length or sample_lengths",
+        ),
         (Shape(document_length=2000), "document_length is 2000.*1024 tokens"),
         (
             Shape(document_length=64, kernels=Kernels.EAGER),
