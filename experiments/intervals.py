@@ -141,9 +141,9 @@ class Evidence:
 
 
 def rows_of_one_gpu() -> list[published.Source]:
-    """Return the published rows with one GPU, as in this comparison, and the sources that have any."""
+    """Return the published rows with one GPU, as in this comparison, and a measured time, and the sources that have any."""
     alone = [
-        source.model_copy(update={"rows": tuple(row for row in source.rows if row.is_of_one_gpu and row.measured)})
+        source.model_copy(update={"rows": tuple(row for row in source.rows if row.is_of_one_gpu and row.times)})
         for source in published.sources()
     ]
     return [source for source in alone if source.rows]

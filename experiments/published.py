@@ -113,6 +113,11 @@ class Row(_Table):
         """Whether one GPU trains by itself."""
         return self.gpus in (None, 1) and self.parallel is None
 
+    @property
+    def times(self) -> list[str]:
+        """The measured phases that are times."""
+        return [phase for phase in self.measured if phase not in UNITS]
+
 
 class Source(_Table):
     """One file: rows from one place that share a node and a workload. ``group``: ``new`` if nobody looked at it while the model

@@ -19,10 +19,8 @@ from autohete.profile.divided import least_tokens
 from autohete.schedule import Buffer, BufferId, Value
 from autohete.simulate.tensors import TensorSizes
 
-#: Random orders, and the micro-batches of each. What is reserved hardly grows after some tens of them.
-_ORDERS, _BATCHES = 3, 63
-#: So many lengths are told apart. With fewer, batches fit into the blocks of others more often.
-_LENGTHS = 32
+#: Random orders, and the micro-batches of each, which all have other lengths. Of 31 and of 127 the median is the same.
+_ORDERS, _BATCHES = 5, 31
 #: What a longer batch has more of.
 _OF_TOKENS = (
     Value.ACTIVATIONS,
@@ -60,21 +58,20 @@ class _OfLength:
 
 
 def batches_of_samples(profile: Profile, plan: Plan) -> Iterator[Sequence[_OfLength]]:
-    """Yield orders of micro-batches of ``profile``'s samples under ``plan``, with the tensors of each, drawn at random. The
-    longest batch is the last. There are none if all samples are whole sequences.
+    """Yield random orders of micro-batches of ``profile``'s samples under ``plan``, with the tensors of each, and the longest
+    batch at last. There are none if all samples are whole sequences.
 
     The order of allocations is that of the longest batch, as shorter ones run the same schedule.
     """
     workload = profile.workload
     if workload.sample_lengths is None:
         return
-    places = (np.arange(_LENGTHS) + 0.5) / _LENGTHS
-    lengths = np.quantile(workload.sample_lengths, places).round().astype(int).tolist()
-    made = {length: tensors_of_length(profile, plan, length) for length in dict.fromkeys([*lengths, workload.sequence_length])}
+    shares = (np.arange(_BATCHES) + 0.5) / _BATCHES  # of batches that are shorter; of samples in each of them are more
+    lengths = np.quantile(workload.sample_lengths, shares ** (1 / workload.batch_size)).round().astype(int).tolist()
+    made = {length: tensors_of_length(profile, plan, length) for length in {*lengths, workload.sequence_length}}
     for seed in range(_ORDERS):
-        draw = Random(seed)
-        drawn = [max(draw.choices(lengths, k=workload.batch_size)) for _ in range(_BATCHES)]
-        yield [made[length] for length in (*drawn, workload.sequence_length)]
+        order = Random(seed).sample(lengths, len(lengths))
+        yield [made[length] for length in (*order, workload.sequence_length)]
 
 
 def tensors_of_length(profile: Profile, plan: Plan, length: int) -> _OfLength:
