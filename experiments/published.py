@@ -163,7 +163,8 @@ class Source(_Table):
             return {}, str(error)
         predicted = phases(simulation)
         if not {RESERVED, USED}.isdisjoint(asked):
-            reserved = simulation.gpu.reserved_bytes
+            # Where pieces do not fit, the run ends or finds others: it took place within the memory.
+            reserved = min(simulation.gpu.reserved_bytes, simulation.profile.hardware.gpu_capacity_bytes)
             predicted[RESERVED] = reserved / 2**30
             predicted[USED] = (reserved + simulation.profile.hardware.gpu.reserved_bytes) / 2**30
         if LONGEST in asked:

@@ -46,6 +46,7 @@ def largest(
         Print JSON: one object.
     """
     from autohete.answer.members import family_members, largest_member
+    from autohete.policies import parse_policy
 
     given = {
         "--model": question.model,
@@ -57,6 +58,8 @@ def largest(
     for option, value in given.items():
         if value is not None:
             raise InputError(f"{option} is one model, and --family {family} asks for the largest of several: give one of them")
+    for name in policy or ():
+        parse_policy(name)  # refuses what is none, which would be a reason against each model
     if question.shape.batch_size is None:
         question = replace(question, shape=replace(question.shape, batch_size=1))
     models = [question.shape.workload(None, name) for name in family_members(family)]

@@ -110,7 +110,8 @@ def test_states_beyond_all_memory_need_no_search() -> None:
 
 
 def test_a_family_is_the_beginning_of_a_name() -> None:
-    """Another is refused with a name that is close, and so is a single model beside it."""
+    """Another is refused with a name that is close, and so are a single model beside it and an unknown policy."""
+    assert "did you mean 'resident'" in refused("largest", "--family", "gpt2", "--policy", "residnt")
     assert "did you mean 'qwen3-8b'" in refused("largest", "--family", "qwem3-8b")
     assert "no bundled model is of the family" in refused("largest", "--family", "")
     assert "--model is one model" in refused("largest", "--family", "qwen3", "--model", "gpt2")

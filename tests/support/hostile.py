@@ -148,6 +148,10 @@ def values(option: Option) -> st.SearchStrategy[str] | None:
         return st.sampled_from(_NO_WORDS[1:9])
     if name == "--runnable":
         return st.sampled_from(["none", "deepspeed,none", ESCAPE, "[bold]", "\udcff"])
+    if name == "--sample-lengths":
+        return st.sampled_from(
+            [*_NO_NUMBERS[:6], ESCAPE, ",", "1,", "1,,2", "0,5", "5,-1", "1;2", "5," + "9" * 5000, "1" + ",1" * 9999 + ",x"]
+        )
     if name == "--write":
         return st.sampled_from(["", "input.json", "input.json/x"])
     if name == "--policy":
