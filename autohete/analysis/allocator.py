@@ -1,11 +1,15 @@
 """What PyTorch's caching allocator takes from the GPU ("reserved") for what a schedule allocates.
 
 The rules are those of ``DeviceCachingAllocator`` in PyTorch (001074d2, ``c10/cuda/CUDACachingAllocator.cpp``: ``round_size``,
-``get_allocation_size``, ``get_free_block``, ``should_split``, ``free_block``, ``release_cached_blocks``) with its default
-settings. Sizes are rounded to 512 bytes. Up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB; larger ones
-take segments of their own, in steps of 2 MiB. The smallest free block of the same stream that is large enough is used, and
-split if 512 bytes (in the large pool more than 1 MiB) are left over. A free block is merged with free neighbours. Segments are
-given back only when the GPU is full: then all that are wholly free.
+``get_allocation_size``, ``get_free_block``, ``should_split``, ``free_block``, ``release_cached_blocks``). Sizes are rounded to
+512 bytes. Up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB; larger ones take segments of their own, in
+steps of 2 MiB. The smallest free block of the same stream that is large enough is used, and split if 512 bytes (in the large
+pool more than 1 MiB) are left over. A free block is merged with free neighbours. Segments are given back only when the GPU is
+full: then all that are wholly free.
+
+With ``expandable_segments`` (``try_allocate_expandable_block``, ``map_block``, ``release_expandable_segment``) each stream has
+one segment for small and one for large blocks. What no free block holds is put at its end, which grows by 2 or 20 MiB, and any
+rest of 512 bytes is split off. Where the GPU is full, whole steps that are free are given back.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autohete.analysis.occupancy import changes, lives
@@ -81,10 +85,13 @@ class CachingAllocator:
     """PyTorch's allocator of a GPU with ``capacity_bytes`` for tensors; None: without limit.
 
     At the limit it gives back what is wholly free and tries again. Where PyTorch would then fail, it goes beyond the limit.
+    ``expandable``: with ``expandable_segments``.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self._capacity, self._end = capacity_bytes, 0
+    def __init__(self, capacity_bytes: int | None = None, *, expandable: bool = False) -> None:
+        self._capacity, self._end, self._expandable = capacity_bytes, 0, expandable
+        #: The last block of each expandable segment.
+        self._last: dict[tuple[str, bool], Piece] = {}
         self._free: defaultdict[tuple[str, bool], list[tuple[tuple[int, int], Piece]]] = defaultdict(list)
         #: Bytes of all segments, now and at most, and the number of times that segments had to be given back.
         self.reserved_bytes = self.peak_bytes = self.retries = 0
@@ -95,13 +102,20 @@ class CachingAllocator:
         pool = stream, size <= _SMALL
         free = self._free[pool]
         place = bisect_left(free, ((size, 0),))
-        block = free.pop(place)[1] if place < len(free) else self._segment(size, pool)
+        if self._expandable and place + 1 < len(free) and free[place][1].after is None:
+            place += 1  # a block that can grow counts as larger than all others
+        if place < len(free):
+            block = free.pop(place)[1]
+        else:
+            block = self._expanded(size, pool) if self._expandable else self._segment(size, pool)
         block.free = False
         left = block.size_bytes - size
-        if left >= _SMALLEST if pool[1] else left > _SMALL:
+        if left >= _SMALLEST if pool[1] or self._expandable else left > _SMALL:
             rest = Piece(pool, block.address + size, left, True, block, block.after)
             if rest.after is not None:
                 rest.after.before = rest
+            else:
+                self._last[pool] = rest
             block.after, block.size_bytes = rest, size
             insort(free, (rest.key, rest))
         return block
@@ -119,25 +133,69 @@ class CachingAllocator:
             for side, one in (("after", block.before), ("before", block.after)):
                 if one is not None:
                     setattr(one, side, block)
+            if block.after is None:
+                self._last[block.pool] = block
         insort(free, (block.key, block))
 
     def release(self) -> None:
-        """Give back all segments that are wholly free (``empty_cache``)."""
-        for free in self._free.values():
+        """Give back all segments that are wholly free (``empty_cache``), or whole steps of expandable ones."""
+        for free in self._free.values() if self._expandable else ():
+            for _, block in list(free):
+                if whole := _whole_steps(block):
+                    free.remove((block.key, block))
+                    block.free, self.reserved_bytes = False, self.reserved_bytes - whole
+        for free in () if self._expandable else self._free.values():
             split = [(key, block) for key, block in free if block.before is not None or block.after is not None]
             self.reserved_bytes -= sum(size for (size, _), _ in free) - sum(size for (size, _), _ in split)
             free[:] = split
 
     def _segment(self, size: int, pool: tuple[str, bool]) -> Piece:
         segment = _SMALL_SEGMENT if pool[1] else _SHARED_SEGMENT if size < _LARGE else -(-size // _STEP) * _STEP
-        if self._capacity is not None and self.reserved_bytes + segment > self._capacity:
-            self.retries += 1
-            self.release()
+        self._make_room(segment)
+        self._take(segment)
         block = Piece(pool, self._end, segment)
         self._end += segment
-        self.reserved_bytes += segment
-        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         return block
+
+    def _expanded(self, size: int, pool: tuple[str, bool]) -> Piece:
+        """The end of an expandable segment, which grows by whole steps to hold ``size``."""
+        self._make_room(self._growth(size, pool))
+        growth, last = self._growth(size, pool), self._last.get(pool)  # what was free may have been given back
+        self._take(growth)
+        if last is not None and last.free:
+            self._free[pool].remove((last.key, last))
+            last.size_bytes += growth
+            return last
+        block = Piece(pool, 0 if last is None else last.address + last.size_bytes, growth, before=last)
+        if last is not None:
+            last.after = block
+        self._last[pool] = block
+        return block
+
+    def _growth(self, size: int, pool: tuple[str, bool]) -> int:
+        """Bytes by which an expandable segment grows for ``size``."""
+        last = self._last.get(pool)
+        return -(-(size - (last.size_bytes if last is not None and last.free else 0)) // _step(pool)) * _step(pool)
+
+    def _make_room(self, size_bytes: int) -> None:
+        if self._capacity is not None and self.reserved_bytes + size_bytes > self._capacity:
+            self.retries += 1
+            self.release()
+
+    def _take(self, size_bytes: int) -> None:
+        self.reserved_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+
+
+def _step(pool: tuple[str, bool]) -> int:
+    """Steps in which an expandable segment grows and shrinks."""
+    return _SMALL_SEGMENT if pool[1] else _SHARED_SEGMENT
+
+
+def _whole_steps(block: Piece) -> int:
+    """Bytes of the steps that ``block`` has for itself."""
+    step = _step(block.pool)
+    return max((block.address + block.size_bytes) // step - -(-block.address // step), 0) * step
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +206,7 @@ class ReservedMemory:
         trace: an execution.
         memory: of a GPU.
         tensors: of its buffers.
+        expandable: with ``expandable_segments``.
         orders: returns orders of micro-batches that have other sizes, see :func:`reserve`; none if all are alike. What is
             reserved is the median over them.
     """
@@ -156,6 +215,7 @@ class ReservedMemory:
     memory: str
     tensors: Tensors = WHOLE
     orders: Callable[[], Iterable[Sequence[Tensors]]] = tuple
+    expandable: bool = False
     _known: CachingAllocator | None = field(default=None, init=False, repr=False)
 
     @property
@@ -168,14 +228,22 @@ class ReservedMemory:
         """How often the memory is full until segments are given back, which makes the host wait for the GPU."""
         return self._run().retries
 
+    @property
+    def expanded_bytes(self) -> int:
+        """The most that is reserved at a time with ``expandable_segments``."""
+        return replace(self, expandable=True).peak_bytes
+
     def _run(self) -> CachingAllocator:
         if self._known is None:
-            runs = [reserve(self.trace, self.memory, self.tensors, order) for order in list(self.orders()) or [()]]
+            orders = list(self.orders()) or [()]
+            runs = [reserve(self.trace, self.memory, self.tensors, order, self.expandable) for order in orders]
             self._known = sorted(runs, key=lambda run: run.peak_bytes)[len(runs) // 2]
         return self._known
 
 
-def reserve(trace: Trace, memory: str, tensors: Tensors = WHOLE, batches: Sequence[Tensors] = ()) -> CachingAllocator:
+def reserve(
+    trace: Trace, memory: str, tensors: Tensors = WHOLE, batches: Sequence[Tensors] = (), expandable: bool = False
+) -> CachingAllocator:
     """Return the allocator after ``trace``: each task allocates on the stream of its lane when it starts, and what it frees is
     free when it ends. What is resident comes first.
 
@@ -185,10 +253,12 @@ def reserve(trace: Trace, memory: str, tensors: Tensors = WHOLE, batches: Sequen
         tensors: of its buffers.
         batches: the tensors of one micro-batch after another, if these are not all alike. ``trace`` is repeated until each was
             computed, in the same order of allocations; the last one stands for all that follow.
+        expandable: with ``expandable_segments``.
     """
     schedule, buffers = trace.schedule, lives(trace.schedule, memory)
     within = schedule.within(memory)
-    allocator = CachingAllocator(next(one.capacity_bytes for one in schedule.memories if one.name == memory))
+    capacity = next(one.capacity_bytes for one in schedule.memories if one.name == memory)
+    allocator = CachingAllocator(capacity, expandable=expandable)
     first = schedule.lanes[0].name
     for resident in schedule.resident:
         if resident.memory in within:

@@ -35,6 +35,10 @@ class ReservedPeak(Protocol):
     def retries(self) -> int:
         """How often it is full until something is given back."""
 
+    @property
+    def expanded_bytes(self) -> int:
+        """The most that is taken with ``expandable_segments``."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy:
@@ -71,6 +75,11 @@ class Occupancy:
     def retries(self) -> int:
         """How often an allocator finds the memory full until it gives something back."""
         return 0 if self.reservation is None else self.reservation.retries
+
+    @property
+    def expanded_bytes(self) -> int:
+        """The most that PyTorch's allocator takes from the memory with ``expandable_segments``."""
+        return self.peak_bytes if self.reservation is None else self.reservation.expanded_bytes
 
     @property
     def fits(self) -> bool:

@@ -137,6 +137,8 @@ class Shape:
     sample_lengths:
         Tokens of samples where they differ: some evenly spaced quantiles from the shortest to the longest, such as 50,700,4096.
         A batch is padded to its longest sample. Times and peaks are those of whole sequences, what PyTorch reserves is not.
+    expandable_segments:
+        PyTorch's allocator runs with expandable_segments:True, with which it reserves little more than is allocated.
     document_length:
         Tokens per document, of which each sequence packs several; attention stays within a document.
     optimizer:
@@ -184,6 +186,7 @@ class Shape:
     chunked_loss: bool | None = None
     loss_chunks: Whole | None = None
     sample_lengths: str | None = None
+    expandable_segments: bool | None = None
     document_length: Annotated[Whole | None, Parameter(name="--documents")] = None
     optimizer: _OptimizerName | None = None
     foreach: bool | None = None

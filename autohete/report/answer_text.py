@@ -186,12 +186,17 @@ def _memory(answer: Answer) -> Iterator[str]:
 
 def _fragmented(answer: Answer, reserved_bytes: int) -> str:
     """What to do if the allocator would need more than there is, or all of it."""
-    capacity, cure = answer.profile.hardware.gpu_capacity_bytes, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    capacity, simulation = answer.profile.hardware.gpu_capacity_bytes, answer.simulation
     if reserved_bytes > capacity:
-        return f", more than its {format_bytes(capacity)}, as free memory is in pieces: {cure}"
-    if answer.simulation is not None and answer.simulation.gpu.retries:
-        return f", and training waits where it gives back what is in pieces: {cure}"
-    return ""
+        why = f", more than its {format_bytes(capacity)}, as free memory is in pieces"
+    elif simulation is not None and simulation.gpu.retries:
+        why = ", and training waits where it gives back what is in pieces"
+    else:
+        return ""
+    if answer.profile.workload.expandable_segments:
+        return why
+    then = "" if simulation is None else f", with which it reserves {format_bytes(simulation.gpu.expanded_bytes)}"
+    return f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{then}"
 
 
 def _kept_back(budget: Budget) -> str:

@@ -326,6 +326,7 @@ def _assumed(workload: Workload) -> str:
     loss = f", loss {w.loss}" if w.loss is not None else ""
     packed = f", sequences packed of documents of {w.document_length} tokens" if w.document_length is not None else ""
     packed += f", samples of {min(w.sample_lengths)} to {max(w.sample_lengths)} tokens" if w.sample_lengths else ""
+    packed += ", expandable segments" if w.expandable_segments else ""
     apart = w.training.lora is not None or w.training.last_blocks is not None
     trained = f", {w.trained_parameters / 1e6:,.1f}M parameters trained" if apart else ""
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""

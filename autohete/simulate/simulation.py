@@ -175,8 +175,9 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
     tensors, orders = TensorSizes(profile), partial(batches_of_samples, profile, plan)
+    expandable = profile.workload.expandable_segments
     memories = tuple(
-        replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors, orders))
+        replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors, orders, expandable))
         if is_gpu(occupied.memory)
         else occupied
         for occupied in (occupancy(trace, memory.name) for memory in schedule.memories)

@@ -186,6 +186,8 @@ class Workload(Hashed):
         sample_lengths: tokens of samples where they differ: evenly spaced quantiles, such as shortest, median and longest, or
             all of them. A batch is padded to its longest sample, at most to ``sequence_length``. They decide what an allocator
             reserves, while times and peaks are those of whole sequences. None: there are no others.
+        expandable_segments: PyTorch's allocator runs with ``expandable_segments``, with which it reserves little more than is
+            allocated.
         document_length: a sequence is packed of documents of so many tokens, and attention stays within each; None: a sequence
             is one document.
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
@@ -215,6 +217,7 @@ class Workload(Hashed):
     architecture: Architecture | None = None
     training: Training = FULL
     sample_lengths: tuple[int, ...] | None = None
+    expandable_segments: bool = False
     document_length: int | None = None
     looped_experts: int | None = None
     attention: FusedAttention | None = None

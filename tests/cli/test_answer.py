@@ -292,6 +292,8 @@ def test_fragmented_memory_has_a_cure() -> None:
     summary = replace(found.best.summary, gpu_reserved_bytes=capacity + GIB)
     more = replace(found, candidates=(replace(found.best, summary=summary), *found.candidates[1:]))
     assert f"more than its {format_bytes(capacity)}, as free memory is in pieces: set PYTORCH_CUDA_ALLOC_CONF" in said(more)
+    assert found.simulation is not None
+    assert f"expandable_segments:True, with which it reserves {format_bytes(found.simulation.gpu.expanded_bytes)}" in said(more)
 
 
 def test_samples_of_different_lengths_are_said_to_take_memory() -> None:

@@ -96,20 +96,23 @@ def test_a_full_gpu_gives_back_what_is_wholly_free() -> None:
 class Plain:
     """The same rules, searched anew each time: segments are lists of [bytes, whether in use]."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool) -> None:
+        self.expandable = expandable
         self.segments: list[tuple[tuple[str, bool], list[list[int]]]] = []
 
     def allocate(self, size: int, stream: str) -> list[int]:
         size = max(size + -size % 512, 512)
         pool = stream, size <= MIB
         fitting = [
-            (piece[0], at, place)
+            (self.expandable and place + 1 == len(pieces), piece[0], at, place)
             for at, (owner, pieces) in enumerate(self.segments)
             for place, piece in enumerate(pieces)
             if owner == pool and not piece[1] and piece[0] >= size
         ]
         if fitting:
-            _, at, place = min(fitting)
+            *_, at, place = min(fitting)
+        elif self.expandable:
+            at, place = self.grown(pool, size)
         else:
             taken = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else size + -size % (2 * MIB)
             self.segments.append((pool, [[taken, 0]]))
@@ -117,11 +120,23 @@ class Plain:
         pieces = self.segments[at][1]
         piece = pieces[place]
         left = piece[0] - size
-        if left >= 512 if pool[1] else left > MIB:
+        if left >= 512 if pool[1] or self.expandable else left > MIB:
             pieces.insert(place + 1, [left, 0])
             piece[0] = size
         piece[1] = 1
         return piece
+
+    def grown(self, pool: tuple[str, bool], size: int) -> tuple[int, int]:
+        owners = [owner for owner, _ in self.segments]
+        if pool not in owners:
+            self.segments.append((pool, []))
+            owners.append(pool)
+        pieces = self.segments[owners.index(pool)][1]
+        if not pieces or pieces[-1][1]:
+            pieces.append([0, 0])
+        step = 2 * MIB if pool[1] else 20 * MIB
+        pieces[-1][0] += size - pieces[-1][0] + (pieces[-1][0] - size) % step
+        return owners.index(pool), len(pieces) - 1
 
     def free(self, piece: list[int]) -> None:
         piece[1] = 0
@@ -139,12 +154,13 @@ class Plain:
         return sum(piece[0] for _, pieces in self.segments for piece in pieces)
 
 
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_it_reserves_what_a_plain_search_does(seed: int) -> None:
+def test_it_reserves_what_a_plain_search_does(seed: int, expandable: bool) -> None:
     """After any allocations and frees it reserves as much as an allocator that looks at all pieces, at least what is in use;
     and doing the same again from the end reserves nothing more.
     """
-    dice, allocator, plain = Random(seed), CachingAllocator(), Plain()
+    dice, allocator, plain = Random(seed), CachingAllocator(expandable=expandable), Plain(expandable=expandable)
     held: list[tuple[Piece, list[int], int]] = []
     for _ in range(300):
         if held and dice.random() < 0.45:
@@ -159,6 +175,29 @@ def test_it_reserves_what_a_plain_search_does(seed: int) -> None:
         allocator.free(block)
     allocator.release()
     assert allocator.reserved_bytes == 0
+
+
+def test_expandable_segments_grow_at_their_end() -> None:
+    """By 20 MiB, so that blocks which were too small hold a larger one together."""
+    allocator = CachingAllocator(expandable=True)
+    for block in [allocator.allocate(size * MIB) for size in (15, 15, 30)]:
+        allocator.free(block)
+    assert allocator.reserved_bytes == 60 * MIB
+    for size, reserved in ((60, 60), (61, 80), (100, 100)):
+        allocator.free(allocator.allocate(size * MIB))
+        assert allocator.reserved_bytes == reserved * MIB
+    assert allocator.allocate(1) is not None
+    assert allocator.reserved_bytes == 102 * MIB
+
+
+def test_a_full_gpu_gives_back_free_steps() -> None:
+    """Whole steps of 20 MiB between blocks in use, which then are missing nowhere else."""
+    allocator = CachingAllocator(100 * MIB, expandable=True)
+    held = [allocator.allocate(size * MIB) for size in (20, 40, 30)]
+    allocator.free(held[1])
+    assert allocator.reserved_bytes == 100 * MIB
+    allocator.allocate(50 * MIB)  # at the end, 10 MiB of which are there
+    assert (allocator.reserved_bytes, allocator.peak_bytes, allocator.retries) == (100 * MIB, 100 * MIB, 1)
 
 
 def test_what_is_freed_serves_the_same_sizes_again() -> None:
@@ -207,6 +246,10 @@ def test_samples_of_different_lengths_reserve_more() -> None:
     assert same.reserved_bytes == simulate_training(whole, "h100-pcie5", "resident").gpu.reserved_bytes
     assert varied.peak_bytes == same.peak_bytes
     assert varied.reserved_bytes > 1.3 * same.reserved_bytes
+    expandable = simulate_training(
+        replace(whole, sample_lengths=(16, 256), expandable_segments=True), "h100-pcie5", "resident"
+    ).gpu
+    assert expandable.reserved_bytes == varied.expanded_bytes < 1.05 * expandable.peak_bytes
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "joint", "pipeline"])
