@@ -38,7 +38,7 @@ class Tensors(Protocol):
 
     @property
     def made_last(self) -> Collection[Value]:
-        """Results whose memory the temporaries of their task have before, so that a split of these includes them."""
+        """Results that take the memory of their task's temporaries, whose tensors therefore include them."""
 
     def __call__(self, buffer: Buffer) -> Sequence[int]:
         """Return the bytes of the tensors of ``buffer``, which add up to its size."""
@@ -139,15 +139,15 @@ class CachingAllocator:
 
     def release(self) -> None:
         """Give back all segments that are wholly free (``empty_cache``), or whole steps of expandable ones."""
-        for free in self._free.values() if self._expandable else ():
-            for _, block in list(free):
-                if whole := _whole_steps(block):
-                    free.remove((block.key, block))
-                    block.free, self.reserved_bytes = False, self.reserved_bytes - whole
-        for free in () if self._expandable else self._free.values():
-            split = [(key, block) for key, block in free if block.before is not None or block.after is not None]
-            self.reserved_bytes -= sum(size for (size, _), _ in free) - sum(size for (size, _), _ in split)
-            free[:] = split
+        for free in self._free.values():
+            kept = []
+            for key, block in free:
+                alone = block.before is None and block.after is None
+                if given := _whole_steps(block) if self._expandable else block.size_bytes * alone:
+                    block.free, self.reserved_bytes = False, self.reserved_bytes - given
+                else:
+                    kept.append((key, block))
+            free[:] = kept
 
     def _segment(self, size: int, pool: tuple[str, bool]) -> Piece:
         segment = _SMALL_SEGMENT if pool[1] else _SHARED_SEGMENT if size < _LARGE else -(-size // _STEP) * _STEP
@@ -206,9 +206,9 @@ class ReservedMemory:
         trace: an execution.
         memory: of a GPU.
         tensors: of its buffers.
-        expandable: with ``expandable_segments``.
         orders: returns orders of micro-batches that have other sizes, see :func:`reserve`; none if all are alike. What is
             reserved is the median over them.
+        expandable: with ``expandable_segments``.
     """
 
     trace: Trace
@@ -269,9 +269,10 @@ def reserve(
     micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
     each = batches or (tensors,)
     sizes: dict[tuple[Tensors, int], Sequence[int]] = {}
+    made_last = [one.id.value in tensors.made_last for one in made]
     for begun in range(0, len(each), trace.iterations * micro_batches):
         iterations, held = [-back for back in buffers.backs], dict[int, list[Piece]]()
-        for instance, buffer, begins in _in_turn(trace, memory, [one.id.value in tensors.made_last for one in made]):
+        for instance, buffer, begins in _in_turn(trace, memory, made_last):
             if not begins:
                 for block in held.pop(instance):
                     allocator.free(block)

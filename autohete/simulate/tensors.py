@@ -32,11 +32,11 @@ class TensorSizes:
 
     @property
     def made_last(self) -> Collection[Value]:
-        """The loss makes the gradient of the logits when the temporaries are gone that it makes it of."""
+        """The gradient of the logits, which the loss makes once its temporaries are free."""
         return (Value.LOGITS_GRADIENT,)
 
     def __call__(self, buffer: Buffer) -> list[int]:
-        """Return the bytes of the tensors of ``buffer``, which add up to its size; of the loss's with what it makes of them."""
+        """Return the bytes of the tensors of ``buffer``, which add up to its size; the loss's include its result."""
         value, unit, size = buffer.id.value, buffer.id.unit, buffer.size_bytes
         if unit is None or not size:
             return [size] * (size > 0)

@@ -191,7 +191,7 @@ def test_expandable_segments_grow_at_their_end() -> None:
 
 
 def test_a_full_gpu_gives_back_free_steps() -> None:
-    """Whole steps of 20 MiB between blocks in use, which then are missing nowhere else."""
+    """An expandable segment returns whole steps of 20 MiB between blocks in use, so that its end can grow."""
     allocator = CachingAllocator(100 * MIB, expandable=True)
     held = [allocator.allocate(size * MIB) for size in (20, 40, 30)]
     allocator.free(held[1])
