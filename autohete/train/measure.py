@@ -477,7 +477,8 @@ class _Measurement:
                 base = before - brought
                 made = sum(buffer.size_bytes for buffer in task.allocates if buffer.id.value is Value.GRADIENTS)
                 peak = max(memory.peak_bytes, before) - base
-                keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
+                with training.guard.inside():  # a use of the caller's would bring the parameters that are kept to the host
+                    keeps_output = training.passes.keeps(training.passes.in_transit, task.id.unit)
                 kept = left - _counted(memory, training.passes.in_transit) - base
                 passes[task.id] = _MeasuredPass(seconds[task.id], peak, kept, given, brought, handed_on, made, keeps_output)
         return passes
