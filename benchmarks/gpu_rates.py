@@ -1,7 +1,7 @@
 """What does this GPU reach: matrix products, attention by implementation, memory, launches, copies, optimizer steps?
 
-Command: ``python benchmarks/gpu_rates.py [--out DIR]``. Machine: one with a CUDA GPU, otherwise idle; a minute. Writes
-``gpu_rates.json``: the figures of a hardware file, and of ``autohete/profile/attention.py``, as they are measured here.
+Command: ``python benchmarks/gpu_rates.py [PART ...] [--out DIR]``. Machine: one with a CUDA GPU, otherwise idle; a minute.
+Writes ``gpu_rates.json``: the figures of a hardware file, and of ``autohete/profile/attention.py``, as they are measured here.
 
 Times are by CUDA events, the median of several runs after warming up; inputs are drawn at random.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -67,6 +67,22 @@ def products() -> dict[str, float]:
         found[f"{rows} x {inner} x {columns}"] = 2e-12 * rows * inner * columns / seconds_of(product)
     a, b = drawn(8192, 8192), drawn(8192, 8192)
     found["8192, sustained"] = 2e-12 * 8192**3 / seconds_of(lambda: [a @ b for _ in range(400)], 3, 1) * 400
+    return found
+
+
+def alignment() -> dict[str, float]:
+    """TFLOP/s of the head of a language model, forward and backward, by vocabulary: rows that do not begin at a multiple of 16
+    bytes need other kernels.
+    """
+    found: dict[str, float] = {}
+    for width, vocabularies in {768: (50257, 50258, 50260, 50264, 50304), 1600: (50257, 50304)}.items():
+        for vocabulary in vocabularies:
+            hidden, weight = drawn(8192, width).requires_grad_(), drawn(vocabulary, width).requires_grad_()
+            made = linear(hidden, weight)
+            gradient, flops = torch.randn_like(made), 2e-12 * 8192 * width * vocabulary
+            ahead = seconds_of(partial(linear, hidden, weight))
+            back = seconds_of(partial(torch.autograd.grad, made, (hidden, weight), gradient, retain_graph=True))
+            found |= {f"{width} x {vocabulary}, forward": flops / ahead, f"{width} x {vocabulary}, backward": 2 * flops / back}
     return found
 
 
@@ -136,9 +152,9 @@ def launches() -> dict[str, float]:
     with torch.no_grad():
         found["add, no gradient"] = host(lambda: small + small)
     found["add, with gradient"] = host(lambda: trained + trained)
-    linear = torch.nn.Linear(32, 32, device="cuda", dtype=BF16)
-    found["nn.Linear, with gradient"] = host(lambda: linear(small))
-    found["nn.Linear forward and backward"] = host(lambda: linear(small).sum().backward(), 500)
+    layer = torch.nn.Linear(32, 32, device="cuda", dtype=BF16)
+    found["nn.Linear, with gradient"] = host(lambda: layer(small))
+    found["nn.Linear forward and backward"] = host(lambda: layer(small).sum().backward(), 500)
     return found
 
 
@@ -225,7 +241,8 @@ def main() -> None:
         "cores": os.cpu_count(),
         "memory, GiB": {"total": total / 2**30, "of an empty process": (total - free - torch.cuda.memory_reserved()) / 2**30},
     }
-    for part in (memory, launches, products, copies, updates, attentions):
+    parts = {part.__name__: part for part in (memory, launches, products, alignment, copies, updates, attentions)}
+    for part in [parts[name] for name in sys.argv[1:] if name in parts] or parts.values():
         begin = time.perf_counter()
         try:
             found[part.__name__] = part()

@@ -75,7 +75,7 @@ DEVICE = "cuda"
 Part = Literal["tests", "exactness", "fidelity", "plain", "fsdp2", "deepspeed"]
 Pair = tuple[Tensor, Tensor]
 
-POLICIES = ["resident", "resident:checkpointing=full", "zero_offload", "patrickstar", "stronghold", "autohete"]
+POLICIES = ["resident", "resident:checkpointing=full", "zero_offload", "patrickstar", "stronghold", "autohete", "fsdp2_offload"]
 #: Small chunks, so that a small model has several.
 SMALL_POLICIES = [*POLICIES[:3], "patrickstar:chunk_size=1", "stronghold:window=1", "stronghold:window=2", "autohete"]
 #: In percent of what the training would need resident; within the last one every policy fits.
@@ -286,6 +286,7 @@ def fidelity() -> list[Run]:
                 rows.append(run_within(row, budgeted, known))
             except Exception as error:
                 rows.append(replace(row, failure=told(error)))
+            print_text(console(), json.dumps(asdict(rows[-1])))  # what is done is seen, also if the time ends
     return rows
 
 

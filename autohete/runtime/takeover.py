@@ -236,6 +236,7 @@ class Takeover:
     def close(self) -> None:
         """Give the model back its forwards and its trained parameters, in host memory."""
         self._undo.close()
+        self._ledgers.accelerator.leave()
 
 
 def _move_what_is_at(place: ModulePlace, device: torch.device) -> None:
