@@ -18,6 +18,8 @@ import json
 import statistics
 import time
 import tomllib
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -79,8 +81,10 @@ def lengths_of(given: dict[str, Any]) -> list[int]:
     return [max(draws.choices(samples, k=given.get("batch_size", 1))) for _ in range(OF_LENGTHS)]
 
 
-def train(given: dict[str, Any], *, checkpoints: bool) -> dict[str, Any]:
-    """Train; return seconds of an iteration, and GiB of memory: allocated, reserved, in use on the GPU."""
+def train(given: dict[str, Any], *, checkpoints: bool, kernels: bool = False) -> dict[str, Any]:
+    """Train; return seconds of an iteration, GiB of memory (allocated, reserved, in use on the GPU), and if asked the GPU's
+    kernels by their time.
+    """
     model = model_of(given, checkpoints=checkpoints)
     vocabulary, trained = model.config.vocab_size, [p for p in model.parameters() if p.requires_grad]
     foreach = bool(given.get("foreach"))
@@ -114,23 +118,42 @@ def train(given: dict[str, Any], *, checkpoints: bool) -> dict[str, Any]:
         "gpu_used": (total - free) / 2**30,
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
     }
-    return found if "sample_lengths" in given else {"iteration": statistics.median(seconds[WARMUP:]), **found}
+    if "sample_lengths" not in given:
+        found = {"iteration": statistics.median(seconds[WARMUP:]), **found}
+    return found | ({"kernels": kernels_of(lambda: step(ids))} if kernels else {})
 
 
-def measured(source: Source, row: Row) -> dict[str, Any]:
+def kernels_of(step: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """The GPU's kernels in a step: name, calls, milliseconds; the longest first."""
+    calls, took = Counter[str](), Counter[str]()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    for event in seen.events() or ():
+        if event.device_type.name == "CUDA":
+            calls[event.name] += 1
+            took[event.name] += event.time_range.elapsed_us() / 1e3
+    return [(name, calls[name], round(ms, 3)) for name, ms in took.most_common(40)]
+
+
+def measured(source: Source, row: Row, *, kernels: bool = False) -> dict[str, Any]:
     """Train ``row`` in a clean GPU memory."""
     given = source.workload | row.changes
-    expandable = bool(given.get("expandable_segments"))
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
-    try:
-        return train(given, checkpoints="checkpointing=full" in row.policy)
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    gc.collect()  # what a failed row has left, too
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{bool(given.get('expandable_segments'))}")
+    return train(given, checkpoints="checkpointing=full" in row.policy, kernels=kernels)
 
 
-def main(*, source: Path = FOLDER / "blind" / "transformers-h100.toml", out: Path = Path("benchmarks"), only: str = "") -> None:
+def main(
+    *,
+    source: Path = FOLDER / "blind" / "transformers-h100.toml",
+    out: Path = Path("benchmarks"),
+    only: str = "",
+    kernels: bool = False,
+) -> None:
     """Train the rows of a source on this GPU.
 
     Parameters
@@ -141,6 +164,8 @@ def main(*, source: Path = FOLDER / "blind" / "transformers-h100.toml", out: Pat
         Folder for gpu_rows.json.
     only:
         Train the rows with this text in their names.
+    kernels:
+        Also list the GPU's kernels of a step by their time.
     """
     screen = console()
     if not torch.cuda.is_available():
@@ -156,7 +181,7 @@ def main(*, source: Path = FOLDER / "blind" / "transformers-h100.toml", out: Pat
         if only not in row.name:
             continue
         try:
-            found = measured(rows, row)
+            found = measured(rows, row, kernels=kernels)
         except Exception as error:
             found = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         document["rows"][row.name] = {"measured": found, "predicted": row.predicted}
@@ -170,6 +195,7 @@ def _beside(found: dict[str, Any], predicted: dict[str, float]) -> str:
     parts = [
         f"{name} {value:.4g}" + (f" (predicted {100 * (predicted[name] / value - 1):+.1f} %)" if name in predicted else "")
         for name, value in found.items()
+        if not isinstance(value, list)
     ]
     return ", ".join(parts)
 

@@ -25,8 +25,9 @@ from torch import Tensor
 from autohete.errors import ScheduleError
 from autohete.runtime.update_rules import StateTensor, Step, UpdateSettings
 
-#: Elements per piece, by device. Smaller pieces need more kernel calls; larger ones need more scratch memory and do not fit in
-#: a CPU's cache. See benchmarks/README.md for the figures.
+#: Elements per piece, by device; on the CPU of each two threads. Smaller pieces need more kernel calls, each of which begins
+#: and ends in all threads together; larger ones need more scratch memory and do not fit in a cache. See benchmarks/README.md
+#: for the figures.
 PIECES = {"cpu": 256 * 1024, "cuda": 16 * 1024 * 1024}
 #: Keys in a saved state for the number of steps and for the fp32 master weights.
 STEP, MASTER = "step", "master"
@@ -147,6 +148,11 @@ def _stretches(parts: Sequence[ElementRange], joint: int) -> list[_Stretch]:
     return found
 
 
+def _piece_on(device: torch.device) -> int:
+    """The most elements of a piece."""
+    return PIECES[device.type] * (max(1, torch.get_num_threads() // 2) if device.type == "cpu" else 1)
+
+
 class UnitStates:
     """Optimizer states and step counts and, for 16-bit parameters, fp32 master weights of one unit, or of a part of it.
 
@@ -183,7 +189,7 @@ class UnitStates:
         self._steps = [0] * len(sizes)
         # At most the largest parameter. Otherwise a small unit's scratch would exceed everything else a pass needs.
         largest = max((part.elements for part in self.parts), default=0)
-        self._piece = min(PIECES[device.type], -(-largest // _JOINT) * _JOINT)
+        self._piece = min(_piece_on(device), -(-largest // _JOINT) * _JOINT)
 
     @property
     def elements(self) -> int:

@@ -112,6 +112,16 @@ def test_flat_states_are_exact(
             assert torch.equal(found, torch.cat(kept))
 
 
+def test_pieces_grow_with_the_threads() -> None:
+    """On a host with many cores a piece is larger, so that its operations take long beside their beginning and end."""
+    pieces = []
+    for threads in (1, 2, 16):
+        with patch.object(torch, "get_num_threads", return_value=threads):
+            states = UnitStates(UpdateSettings(masters=True), torch.zeros(3_000_000, dtype=torch.bfloat16), [3_000_000])
+        pieces.append(states.scratch().numel())
+    assert pieces == [256 * 1024, 256 * 1024, 8 * 256 * 1024]
+
+
 def test_what_an_update_allocates_is_known() -> None:
     """No step of any kernel allocates more than is said, and a fused one nothing."""
     for kind, make in KINDS.items():

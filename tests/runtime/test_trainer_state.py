@@ -35,6 +35,7 @@ from autohete.runtime.partition import partition
 from autohete.runtime.update_rules import default_optimizer
 from autohete.testing.strategies import plans, without_contradictions
 from autohete.train.gpt import GPT
+from autohete.train.measured import measured_profile_on
 from autohete.workload import Precision, Workload
 
 pytestmark = pytest.mark.slow
@@ -804,3 +805,22 @@ def test_a_profiler_of_all_threads_sees_every_task() -> None:
         assert {"F1@1", "L3@1", "B1@1", "aten::mm"} <= {event.key for event in profile.key_averages()}
         with torch.profiler.profile(), pytest.warns(UserWarning, match="records the calling thread only"):
             trainer.step(batch)
+
+
+def test_measuring_and_training_leave_the_parameters_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither looks at a parameter as a caller does, who gets its values in host memory: on a GPU a pass would find it there."""
+
+    def refuse(lent: object, one: object) -> None:
+        raise AssertionError(f"{one} is given to the caller")
+
+    monkeypatch.setattr("autohete.runtime.guard._Lent.give", refuse)
+    batch, hardware = batches(SMALL, 1)[0], load_hardware("v100-32gb-dgx2")
+    for precision in (Precision.FP32, Precision.BF16):
+        workload = replace(SMALL, precision=precision)
+        profile = measured_profile_on(hardware, model_for(workload), batch)
+        for policy in POLICIES:
+            trainer = Trainer(model_for(workload), policy=policy, profile=profile)
+            trainer.step(batch)
+            monkeypatch.undo()
+            trainer.close()
+            monkeypatch.setattr("autohete.runtime.guard._Lent.give", refuse)
