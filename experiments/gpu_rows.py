@@ -23,9 +23,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from cyclopts import App
 from torch import Tensor, nn
@@ -77,8 +77,8 @@ def lengths_of(given: dict[str, Any]) -> list[int]:
     """Tokens of the batches, one after another."""
     if (samples := given.get("sample_lengths")) is None:
         return [given["sequence_length"]] * (WARMUP + STEPS)
-    draws = Random(0)
-    return [max(draws.choices(samples, k=given.get("batch_size", 1))) for _ in range(OF_LENGTHS)]
+    draws = np.random.default_rng(0).random((OF_LENGTHS, given.get("batch_size", 1)))
+    return [round(length) for length in np.quantile(samples, draws.max(axis=1)).tolist()]
 
 
 def train(given: dict[str, Any], *, checkpoints: bool, kernels: bool = False) -> dict[str, Any]:
