@@ -22,7 +22,7 @@ from typing import Protocol
 
 from autohete.analysis.occupancy import changes, lives
 from autohete.execution.trace import Trace
-from autohete.schedule import Buffer, Value
+from autohete.schedule import Buffer, Kind, Value
 
 _MIB = 1 << 20
 #: Sizes are multiples of this.
@@ -43,11 +43,20 @@ class Tensors(Protocol):
     def __call__(self, buffer: Buffer) -> Sequence[int]:
         """Return the bytes of the tensors of ``buffer``, which add up to its size."""
 
+    def made_later(self, buffer: Buffer) -> int:
+        """Return how many of the tensors, the last ones, are made later: of a resident buffer when the first update begins, of
+        the loss's temporaries once the logits are free.
+        """
+
 
 class Whole:
     """Takes each buffer for one tensor."""
 
     made_last: Collection[Value] = ()
+
+    def made_later(self, buffer: Buffer) -> int:
+        """Return 0: all is made at once."""
+        return 0
 
     def __call__(self, buffer: Buffer) -> Sequence[int]:
         """Return its size."""
@@ -245,7 +254,7 @@ def reserve(
     trace: Trace, memory: str, tensors: Tensors = WHOLE, batches: Sequence[Tensors] = (), expandable: bool = False
 ) -> CachingAllocator:
     """Return the allocator after ``trace``: each task allocates on the stream of its lane when it starts, and what it frees is
-    free when it ends. What is resident comes first.
+    free when it ends. What is resident comes first; only what the first update makes comes when that begins.
 
     Args:
         trace: an execution.
@@ -259,23 +268,39 @@ def reserve(
     within = schedule.within(memory)
     capacity = next(one.capacity_bytes for one in schedule.memories if one.name == memory)
     allocator = CachingAllocator(capacity, expandable=expandable)
-    first = schedule.lanes[0].name
+    first, of_update = schedule.lanes[0].name, list[int]()
     for resident in schedule.resident:
         if resident.memory in within:
-            for size in tensors(resident):
+            there = tensors(resident)
+            later = len(there) - tensors.made_later(resident)
+            of_update += there[later:]
+            for size in there[:later]:
                 allocator.allocate(size, first)
+    updates = [
+        [schedule.tasks[task].id.kind is Kind.GPU_UPDATE for task in ends] for ends in (buffers.frees, buffers.allocates)
+    ]
     made = [one for task in schedule.tasks for one in task.allocates if one.memory in within]
     streams = [schedule.tasks[task].lane for task in buffers.allocates]
     micro_batches = 1 + max((task.id.micro_batch for task in schedule.tasks), default=0)
     each = batches or (tensors,)
-    sizes: dict[tuple[Tensors, int], Sequence[int]] = {}
+    sizes: dict[tuple[Tensors, int], tuple[Sequence[int], int]] = {}
     made_last = [one.id.value in tensors.made_last for one in made]
     for begun in range(0, len(each), trace.iterations * micro_batches):
         iterations, held = [-back for back in buffers.backs], dict[int, list[Piece]]()
+        waiting: list[tuple[int, str, Sequence[int]]] = []
         for instance, buffer, begins in _in_turn(trace, memory, made_last):
+            if of_update and updates[begins][buffer]:
+                for size in of_update:
+                    allocator.allocate(size, first)
+                of_update = []
             if not begins:
                 for block in held.pop(instance):
                     allocator.free(block)
+                if made[buffer].id.value is Value.LOGITS:
+                    for one, stream, rest in waiting:
+                        if one in held:
+                            held[one] += [allocator.allocate(size, stream) for size in rest]
+                    waiting.clear()
                 continue
             iteration, iterations[buffer] = iterations[buffer], iterations[buffer] + 1
             batch = begun + iteration * micro_batches + made[buffer].id.micro_batch
@@ -283,26 +308,32 @@ def reserve(
                 break
             of_batch = each[min(max(batch, 0), len(each) - 1)]
             if (of_batch, buffer) not in sizes:
-                sizes[of_batch, buffer] = of_batch(made[buffer])
-            held[instance] = [allocator.allocate(size, streams[buffer]) for size in sizes[of_batch, buffer]]
+                sizes[of_batch, buffer] = of_batch(made[buffer]), of_batch.made_later(made[buffer])
+            all_sizes, later = sizes[of_batch, buffer]
+            at_once = len(all_sizes) - later
+            held[instance] = [allocator.allocate(size, streams[buffer]) for size in all_sizes[:at_once]]
+            if later:
+                waiting.append((instance, streams[buffer], all_sizes[at_once:]))
         for blocks in held.values():
             for block in blocks:
                 allocator.free(block)
+    for size in of_update:  # of updates that neither take nor free anything
+        allocator.allocate(size, first)
     return allocator
 
 
 def _in_turn(trace: Trace, memory: str, made_last: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
-    """The changes of ``memory``, in which buffers that are ``made_last`` begin once something is freed."""
-    late: list[tuple[int, int, bool]] = []
+    """The changes of ``memory``, in which buffers that are ``made_last`` begin once all is freed that their task frees."""
+    late, freed = list[tuple[int, int, bool]](), False
     for change in changes(trace, memory):
         _, buffer, begins = change
         if begins and made_last[buffer]:
             late.append(change)
-        elif begins:
-            yield change
-        else:
-            pair = [change], late
-            for some in reversed(pair) if made_last[buffer] else pair:  # of which nothing was freed before
-                yield from some
+            freed = False
+            continue
+        if made_last[buffer] or (begins and freed):
+            yield from late
             late.clear()
+        freed = not begins
+        yield change
     yield from late

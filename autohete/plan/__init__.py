@@ -389,6 +389,11 @@ class Plan(Hashed):
         return sum(unit.update.on is not Processor.GPU for unit in self.units)
 
     @property
+    def updates_where_it_computes(self) -> bool:
+        """Whether all parameters stay on the GPU, which updates them: an ordinary optimizer can."""
+        return not (self.offloaded_parameter_units or self.offloaded_optimizer_units)
+
+    @property
     def counts(self) -> PlanCounts:
         """The three counts, for display in tables and files."""
         return PlanCounts(

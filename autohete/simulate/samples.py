@@ -45,6 +45,10 @@ class _OfLength:
     own: TensorSizes
     sizes: dict[BufferId, int] = field(repr=False)
 
+    def made_later(self, buffer: Buffer) -> int:
+        """As many as of the longest batch."""
+        return self.longest.made_later(buffer)
+
     @property
     def made_last(self) -> Collection[Value]:
         """Those of the longest batch."""

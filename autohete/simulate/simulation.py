@@ -174,7 +174,8 @@ def simulate_schedule(profile: Profile, plan: Plan, schedule: Schedule, executor
     executor = executor or SimExecutor()
     first_try = _FIRST_TRY_WITH_BARRIER if plan.has_barrier else _FIRST_TRY
     trace, steady = run_until_steady(schedule, executor, first_try)
-    tensors, orders = TensorSizes(profile), partial(batches_of_samples, profile, plan)
+    tensors = TensorSizes(profile, first_step_makes_moments=plan.updates_where_it_computes)
+    orders = partial(batches_of_samples, profile, plan)
     expandable = profile.workload.expandable_segments
     memories = tuple(
         replace(occupied, reservation=ReservedMemory(trace, occupied.memory, tensors, orders, expandable))

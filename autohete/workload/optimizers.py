@@ -50,7 +50,7 @@ class _Optimizer:
         shares: any elements can be updated by themselves, as ZeRO and shared updates need it.
         temporaries: traffic in addition to one pass over states, master, gradient and parameter.
         workspace: temporaries that are held at a time, of one parameter after another.
-        number: bytes of a number of these states.
+        number: bytes of a number of the states.
         vector_states: moments of what is no matrix; None: ``states``.
         factors: statistics of which a matrix has a row and a column each, besides ``states``.
         orthogonalised: matrices are updated as a whole.
@@ -134,13 +134,15 @@ _OPTIMIZERS = {
         "AdamW", "torch 2.13, torch._fused_adamw_; DeepSpeed csrc/adam/cpu_adam.cpp", _ADAMW_STATES, cpu_kernel=True
     ),
     # bf16_master_weights_and_grads with bf16_optimizer_states: 2 bytes of master and two of each moment, also with offload.
-    Optimizer.ADAMW_BF16: _Optimizer("AdamW in bf16", "DeepSpeed pulls 7700 and 8010", 4, master=2, cpu_kernel=True),
+    Optimizer.ADAMW_BF16: _Optimizer("AdamW in bf16", "DeepSpeed pulls 7700 and 8010", 4, master=2, cpu_kernel=True, number=2),
     # torch makes moments in the format of parameters, which torchtune's recipes keep in bf16.
-    Optimizer.ADAMW_PURE_BF16: _Optimizer("AdamW in bf16 without masters", "torch 2.13, optim/adamw.py", 4, master=0),
+    Optimizer.ADAMW_PURE_BF16: _Optimizer("AdamW in bf16 without masters", "torch 2.13, optim/adamw.py", 4, master=0, number=2),
     # Two states of 8 bit with a scale for each block: of 256 elements since 0.44, of 2048 before (as at 06029dd6). Tensors of
     # fewer than 4096 elements keep 32 bit, which is not counted.
-    Optimizer.ADAMW8BIT: _Optimizer("8-bit AdamW", _BITSANDBYTES, _STATES_8BIT),
-    Optimizer.ADAMW8BIT_PURE_BF16: _Optimizer("8-bit AdamW, bf16 without masters", _BITSANDBYTES, _STATES_8BIT, master=0),
+    Optimizer.ADAMW8BIT: _Optimizer("8-bit AdamW", _BITSANDBYTES, _STATES_8BIT, number=1),
+    Optimizer.ADAMW8BIT_PURE_BF16: _Optimizer(
+        "8-bit AdamW, bf16 without masters", _BITSANDBYTES, _STATES_8BIT, master=0, number=1
+    ),
     Optimizer.SGD: _Optimizer("SGD", _FUSED_SGD, 0, cpu_kernel=True),
     Optimizer.SGD_MOMENTUM: _Optimizer("SGD with momentum", _FUSED_SGD, 4, cpu_kernel=True),
     Optimizer.ADAFACTOR: _ADAFACTOR,
@@ -154,7 +156,9 @@ _OPTIMIZERS = {
         temporaries=20,
     ),
     Optimizer.MUON: _MUON,
-    Optimizer.MUON_PURE_BF16: replace(_MUON, label="Muon in bf16 without masters", states=2, vector_states=4, master=0),
+    Optimizer.MUON_PURE_BF16: replace(
+        _MUON, label="Muon in bf16 without masters", states=2, vector_states=4, number=2, master=0
+    ),
     Optimizer.CAME: _CAME,
     Optimizer.LOMO: _LOMO,
     Optimizer.ADALOMO: _ADALOMO,
@@ -203,6 +207,18 @@ def state_bytes(optimizer: Optimizer, trained: int, matrices: Sequence[Product],
     of_vectors = row.states if row.vector_states is None else row.vector_states
     of_matrices = row.states * inside + row.factors * row.number * sides
     return math.ceil(row.master * trained * mixed + of_matrices + of_vectors * (trained - inside))
+
+
+def state_tensors(optimizer: Optimizer, *, mixed: bool) -> tuple[float, list[float]]:
+    """Bytes per parameter of the master weights, and of each moment, which are tensors of their own.
+
+    Args:
+        optimizer: the optimizer.
+        mixed: parameters are in 16 bit.
+    """
+    row = _OPTIMIZERS[optimizer]
+    moments = round(row.states / row.number)
+    return row.master * mixed, [row.states / moments] * moments if moments else []
 
 
 def moment_bytes(optimizer: Optimizer) -> float:

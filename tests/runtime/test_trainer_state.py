@@ -808,7 +808,7 @@ def test_a_profiler_of_all_threads_sees_every_task() -> None:
 
 
 def test_measuring_and_training_leave_the_parameters_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither looks at a parameter as a caller does, who gets its values in host memory: on a GPU a pass would find it there."""
+    """Neither looks at a parameter as a caller does, who gets its values on the host, where a pass on a GPU would find it."""
 
     def refuse(lent: object, one: object) -> None:
         raise AssertionError(f"{one} is given to the caller")
