@@ -14,7 +14,9 @@ from subprocess import CompletedProcess
 from types import FrameType
 from unittest.mock import patch
 
-from autohete.cli.app import main
+from rich.console import Console
+
+from autohete.cli.app import app, main
 
 SMALL = ["--hidden", "256", "--blocks", "4", "--heads", "4", "--vocabulary", "1000", "--batch-size", "2"]
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -40,6 +42,8 @@ def autohete(*arguments: str, cwd: Path | None = None) -> CompletedProcess[str]:
         warnings.filterwarnings("ignore", "Cyclopts application invoked without tokens")  # which it reads from sys.argv
         stack.enter_context(patch.object(sys, "argv", ["autohete", *arguments]))
         stack.enter_context(patch.dict(os.environ, COLUMNS="200"))
+        app.console = Console()  # cyclopts would keep the one of an earlier command, which may have had another width
+        stack.callback(setattr, app, "console", None)
         stack.enter_context(contextlib.chdir(cwd or "."))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(complaint))
