@@ -31,7 +31,7 @@ from autohete.schedule import GPU_MEMORY
 _MIB = 2**20
 #: What PyTorch's GPU allocator may reserve beyond the allocated bytes: the ends of its segments of 2 and 20 MiB.
 _FRAGMENTS_SHARE, _FRAGMENTS_BYTES = 1.08, 64 * _MIB
-#: What cuBLAS takes for itself on the stream of the passes: 32 MiB on Hopper, where 33 were measured; 8 on others.
+#: The workspace of cuBLAS on the stream of the passes: 32 MiB on Hopper and 8 on others, plus rounding.
 _WORKSPACE_BYTES = 34 * _MIB
 #: Share of a GPU's free memory that is used by default; the rest is for the workspaces of libraries.
 _USABLE_SHARE = 0.92

@@ -33,7 +33,8 @@ class TensorSizes:
 
     Args:
         profile: of the schedule.
-        first_step_makes_moments: as PyTorch's optimizers do. DeepSpeed makes them when it starts.
+        first_step_makes_moments: moments are allocated in the first step, as PyTorch's optimizers do; DeepSpeed
+            allocates them at initialization.
     """
 
     profile: Profile
