@@ -3,6 +3,8 @@
 Command: ``python benchmarks/gpu_rates.py [PART ...] [--out DIR]``. Machine: one with a CUDA GPU, otherwise idle; a minute.
 Writes ``gpu_rates.json``: the figures of a hardware file, and of ``autohete/profile/attention.py``, as they are measured here.
 
+Parts of earlier runs stay in it. Without a GPU it says so and does nothing.
+
 Times are by CUDA events, the median of several runs after warming up; inputs are drawn at random.
 """
 
@@ -24,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.gpu_check import earlier, told
 
 BF16, MIB = torch.bfloat16, 2**20
 KERNELS = {
@@ -118,11 +122,6 @@ def attentions() -> dict[str, Any]:
                 found[name] = attention(head, tokens, which, causal=causal, masked=masked)
             except RuntimeError as error:
                 found[name] = str(error).splitlines()[0][:100]
-    queries = drawn(1, 8, 1024, 128)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        scaled_dot_product_attention(queries, queries, queries, is_causal=True)
-        torch.cuda.synchronize()
-    found["PyTorch's own choice, heads of 128"] = [event.key for event in seen.key_averages()][:3]
     return found
 
 
@@ -264,31 +263,36 @@ def pieces() -> dict[str, float]:
 
 def main() -> None:
     """Measure all, and write it."""
-    out = Path(sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else "benchmarks")
+    if not torch.cuda.is_available():
+        print("there is no GPU that PyTorch can use here: nothing to measure")
+        return
+    path = Path(sys.argv[sys.argv.index("--out") + 1] if "--out" in sys.argv else "benchmarks") / "gpu_rates.json"
     torch.ones(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     about = Path("/proc/cpuinfo").read_text().splitlines()
-    found: dict[str, Any] = {
+    found = earlier(path) | {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cpu": next((line.split(": ")[1] for line in about if line.startswith("model name")), ""),
         "cores": os.cpu_count(),
-        "memory, GiB": {"total": total / 2**30, "of an empty process": (total - free - torch.cuda.memory_reserved()) / 2**30},
     }
     parts = {part.__name__: part for part in (memory, launches, products, alignment, copies, updates, pieces, attentions)}
-    for part in [parts[name] for name in sys.argv[1:] if name in parts] or parts.values():
+    asked = [parts[name] for name in sys.argv[1:] if name in parts] or parts.values()
+    empty = (total - free - torch.cuda.memory_reserved()) / 2**30
+    for part in asked:
         begin = time.perf_counter()
         try:
             found[part.__name__] = part()
         except RuntimeError as error:
-            found[part.__name__] = str(error)[:300]
+            found[part.__name__] = told(error)
         torch.cuda.empty_cache()
         print(part.__name__, f"{time.perf_counter() - begin:.1f} s", json.dumps(found[part.__name__]))
-        (out / "gpu_rates.json").write_text(json.dumps(found, indent=1) + "\n")
-    free = torch.cuda.mem_get_info()[0]
-    found["memory, GiB"]["after all of that"] = (total - free - torch.cuda.memory_reserved()) / 2**30
-    (out / "gpu_rates.json").write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    if len(asked) == len(parts):  # what libraries take shows once all have been used
+        full = (total - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()) / 2**30
+        found["memory, GiB"] = {"total": total / 2**30, "of an empty process": empty, "after all of that": full}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

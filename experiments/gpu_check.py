@@ -472,6 +472,19 @@ PARTS: dict[Part, _Job] = {
 }
 
 
+def earlier(path: Path) -> dict[str, Any]:
+    """Return what an earlier run has written to ``path``; nothing if there is no such file.
+
+    Raises:
+        InputError: it is not JSON.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{str(path)!r} is not JSON: {error}; move it elsewhere") from error
+    return found
+
+
 def told(error: BaseException) -> str:
     """Format an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
@@ -528,10 +541,7 @@ def main(*, out: Path = Path("benchmarks"), part: list[Part] | None = None) -> N
         return
     make_folder(out)
     path = out / "gpu_check.json"
-    try:
-        document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{str(path)!r} is not JSON: {error}; move it elsewhere") from error
+    document = earlier(path)
     memory = torch.cuda.get_device_properties(0).total_memory
     machine = {**versions(), "cuda": str(torch.version.cuda), "gpu_memory_bytes": memory}
     for name in part or list(PARTS):

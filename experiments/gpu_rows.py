@@ -1,11 +1,12 @@
 """Do predictions hold for what people run: models of transformers and PEFT, trained by a plain loop on this GPU?
 
-Command: ``python experiments/gpu_rows.py [--source FILE] [--out DIR] [--only TEXT]``. Machine: one with the GPU that the source
-names, otherwise idle; ten seconds a row. Needs transformers, PEFT for rows with adapters, Liger Kernel for rows with its
-kernels. Without a GPU it says so and does nothing.
+Command: ``python experiments/gpu_rows.py [--source FILE] [--out DIR] [--only TEXT] [--kernels]``. Machine: one with the GPU
+that the source names, otherwise idle; ten seconds a row. Needs transformers, PEFT for rows with adapters, Liger Kernel for
+rows with its kernels. Without a GPU it says so and does nothing.
 
 The rows of a source in ``experiments/published`` say what is trained. Each is trained here as their comments say, with weights
 and tokens that are drawn, and its median iteration and its memory are written to ``gpu_rows.json``, beside what was predicted.
+Other rows of an earlier run stay in it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from autohete.cli.app import run_app
 from autohete.files import make_folder, write_text
 from autohete.report.tables import console, print_text
 from autohete.train.machine import versions
+from experiments.gpu_check import earlier, told
 from experiments.published import FOLDER, Row, Source
 
 DEVICE = "cuda"
@@ -176,16 +178,18 @@ def main(
     torch.ones(1, device=DEVICE)
     free, total = torch.cuda.mem_get_info()
     machine = {**versions(), "cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(), "total": total}
-    document: dict[str, Any] = {**machine, "context_gib": (total - free - torch.cuda.memory_reserved()) / 2**30, "rows": {}}
+    context_gib = (total - free - torch.cuda.memory_reserved()) / 2**30
+    path = out / "gpu_rows.json"
+    document = {**machine, "context_gib": context_gib, "rows": earlier(path).get("rows", {})}
     for row in rows.rows:
         if only not in row.name:
             continue
         try:
             found = measured(rows, row, kernels=kernels)
         except Exception as error:
-            found = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            found = {"failure": told(error)}
         document["rows"][row.name] = {"measured": found, "predicted": row.predicted}
-        write_text(out / "gpu_rows.json", json.dumps(document, indent=1) + "\n")
+        write_text(path, json.dumps(document, indent=1) + "\n")
         print_text(screen, f"{row.name}: {_beside(found, row.predicted)}")
 
 

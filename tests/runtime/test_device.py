@@ -8,7 +8,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from autohete import Trainer
+from autohete.hardware import load_hardware
 from autohete.runtime.device import AllocatorMemory, CudaDevice, EmulatedDevice, device_for
+from autohete.train.gpt import GPT
+from autohete.workload import Workload
 
 
 def event(at_ms: float, measured: list[float] | None = None) -> Mock:
@@ -67,3 +71,20 @@ def test_a_limit_of_the_user_holds(before: float, expected: float) -> None:
     ):
         raise ZeroDivisionError
     assert fractions == [expected, before]
+
+
+def test_the_workspaces_of_a_training_are_given_back() -> None:
+    """When a training has ended, what cuBLAS holds for its streams is freed, once the GPU has done all work."""
+    calls = Mock()
+    with (
+        patch.object(torch.cuda, "synchronize", calls.synchronize),
+        patch.object(torch._C, "_cuda_clearCublasWorkspaces", calls.clear, create=True),
+    ):
+        CudaDevice(torch.device("cuda", 0)).leave()
+    assert [name for name, *_ in calls.mock_calls] == ["synchronize", "clear"]
+    workload, ids = Workload("small", 16, 1, 2, vocabulary_size=16, sequence_length=4), torch.zeros(2, 4, dtype=torch.int64)
+    with patch.object(EmulatedDevice, "leave") as leave:
+        with Trainer(GPT(workload), policy="resident", hardware=load_hardware("v100-32gb-dgx2")) as trainer:
+            trainer.step((ids, ids))
+            leave.reset_mock()  # from measuring
+        leave.assert_called_once()

@@ -813,14 +813,13 @@ def test_measuring_and_training_leave_the_parameters_on_the_device(monkeypatch: 
     def refuse(lent: object, one: object) -> None:
         raise AssertionError(f"{one} is given to the caller")
 
-    monkeypatch.setattr("autohete.runtime.guard._Lent.give", refuse)
     batch, hardware = batches(SMALL, 1)[0], load_hardware("v100-32gb-dgx2")
     for precision in (Precision.FP32, Precision.BF16):
         workload = replace(SMALL, precision=precision)
-        profile = measured_profile_on(hardware, model_for(workload), batch)
+        with monkeypatch.context() as patched:
+            patched.setattr("autohete.runtime.guard._Lent.give", refuse)
+            profile = measured_profile_on(hardware, model_for(workload), batch)
         for policy in POLICIES:
-            trainer = Trainer(model_for(workload), policy=policy, profile=profile)
-            trainer.step(batch)
-            monkeypatch.undo()
-            trainer.close()
-            monkeypatch.setattr("autohete.runtime.guard._Lent.give", refuse)
+            with Trainer(model_for(workload), policy=policy, profile=profile) as trainer, monkeypatch.context() as patched:
+                patched.setattr("autohete.runtime.guard._Lent.give", refuse)
+                trainer.step(batch)

@@ -13,7 +13,9 @@ from autohete.profile import analytic_profile
 from autohete.schedule import Kind, Value, is_gpu
 from autohete.simulate.samples import tensors_of_length
 from autohete.simulate.tensors import TensorSizes
-from autohete.workload import Kernels, Workload
+from autohete.workload import Kernels, Precision, Workload
+from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import FULL
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = Workload("small", 512, 4, 8, sequence_length=256, batch_size=2, kernels=Kernels.EAGER_FLASH)
@@ -224,6 +226,28 @@ def test_buffers_are_split_into_tensors_that_add_up() -> None:
         assert all(piece > 0 for piece in pieces)
         if buffer.id.unit == 1 and str(buffer.id.value) in ("parameters", "optimizer_states", "activations", "gradients"):
             assert len(pieces) > 3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "tensors", "masters"),
+    [
+        (Optimizer.ADAMW, Precision.BF16, 3, 1),
+        (Optimizer.ADAMW, Precision.FP32, 2, 0),
+        (Optimizer.ADAMW_PURE_BF16, Precision.BF16, 2, 0),
+        (Optimizer.SGD_MOMENTUM, Precision.BF16, 2, 1),
+    ],
+)
+def test_the_first_update_makes_the_moments(optimizer: Optimizer, precision: Precision, tensors: int, masters: int) -> None:
+    """Each parameter has so many tensors of states. If the GPU updates, all but the masters are made by the first update."""
+    workload = replace(SMALL, precision=precision, training=replace(FULL, optimizer=optimizer))
+    found = simulate_training(workload, "h100-pcie5", "resident")
+    early, late = TensorSizes(found.profile), TensorSizes(found.profile, first_step_makes_moments=True)
+    parameters = len(found.profile.of_rank.tensors(1, trained=True))
+    (states,) = (one for one in found.schedule.resident if one.id.value is Value.OPTIMIZER_STATES and one.id.unit == 1)
+    assert len(late(states)) == tensors * parameters
+    assert (early.made_later(states), late.made_later(states)) == (0, (tensors - masters) * parameters)
+    assert found.plan.updates_where_it_computes
+    assert not simulate_training(SMALL, "h100-pcie5", "zero_offload").plan.updates_where_it_computes
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "autohete", "sqrt_checkpoint"])
