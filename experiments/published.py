@@ -190,6 +190,7 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
     preset, model, config = (fields.pop(key, None) for key in ("preset", "model", "config"))
     texts = {
         "precision": Precision,
+        "autocast": Precision,
         "kernels": Kernels,
         "units": Units,
         "loss": LossKernels,

@@ -109,6 +109,9 @@ class Shape:
         Scale gradients so that their global norm is at most this, such as 1.0. Without it they are not clipped.
     precision:
         bf16 and fp16 are mixed precision with fp32 master weights; fp8 is bf16 with the products of blocks in 8 bit.
+    autocast:
+        Format in which products and attention compute under torch.autocast, with parameters and gradients in fp32 (Trainer's
+        bf16=True with a model in fp32, nanoGPT, Lightning): bf16 or fp16. Implies --precision fp32.
     tied_embeddings:
         Whether the head uses the embedding's matrix.
     kernels:
@@ -177,6 +180,7 @@ class Shape:
     micro_batches: Whole | None = None
     clip_norm: float | None = None
     precision: Literal["bf16", "fp16", "fp32", "fp8"] | None = None
+    autocast: Literal["bf16", "fp16"] | None = None
     tied_embeddings: Annotated[bool | None, Parameter(group=MODEL)] = None
     kernels: Kernels | None = None
     attention: FusedAttention | None = None
@@ -214,6 +218,9 @@ class Shape:
             changed.setdefault("chunked_loss", True)
         if self.precision is not None:
             changed["precision"] = Precision.BF16 if self.precision == "fp8" else Precision(self.precision)
+        if self.autocast is not None:
+            changed["autocast"] = Precision(self.autocast)
+            changed.setdefault("precision", Precision.FP32)
         if self.precision == "fp8":
             changed["training"] = self.training()
         return changed

@@ -101,6 +101,7 @@ class Abilities:
         several_gpus: more than one.
         parallel: GPUs that divide each batch.
         traced: modules that were traced.
+        autocast: 16-bit products of fp32 parameters under ``torch.autocast``.
     """
 
     optimizers: Collection[Optimizer]
@@ -111,6 +112,7 @@ class Abilities:
     several_gpus: bool = True
     parallel: bool = False
     traced: bool = False
+    autocast: bool = False
 
     def check(self, decided: Decided) -> None:
         """Refuse a training that the framework does not offer.
@@ -126,6 +128,7 @@ class Abilities:
         taken = default_attention(decided.hardware.gpu.compute_capability)
         refused = {
             "fp8 products": training.fp8,
+            "autocast": workload.autocast is not None and not self.autocast,
             "GaLore": training.galore is not None,
             "foreach kernels": training.foreach,
             "adapters": training.lora is not None and not self.lora,

@@ -20,7 +20,7 @@ from autohete.frameworks.training_script import (
 from autohete.policies.resident import Resident
 from autohete.workload import Kernels, Precision
 
-_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True)
+_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=True)
 
 _IMPORTS = """\
 import torch
@@ -29,9 +29,10 @@ import transformers"""
 
 _MAIN = """\
 model = build(given, {dtype}).to(device)
-vocabulary = model.config.get_text_config().vocab_size
+{autocast}vocabulary = model.config.get_text_config().vocab_size
 {parallel}optimizer = {optimizer}
 """
+_AUTOCAST = "model.forward = torch.autocast(device, torch.bfloat16)(model.forward)  # with its loss\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class TorchFiles:
             raise InputError(
                 "alone has no masters beside 16-bit parameters: plan with optimizer adamw_pure_bf16, or with precision fp32"
             )
+        if decided.workload.autocast is Precision.FP16:
+            raise InputError("is written here without scaled gradients, which autocast to fp16 needs: plan with autocast bf16")
         _ = decided.recomputes
 
     def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:
@@ -63,7 +66,10 @@ class TorchFiles:
         tools = ["bitsandbytes"] if "bitsandbytes" in optimizer else []
         parallel = "model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)\n"
         main = _MAIN.format(
-            dtype=dtype_of(decided), parallel=parallel if decided.hardware.gpus > 1 else "", optimizer=optimizer
+            dtype=dtype_of(decided),
+            autocast=_AUTOCAST if decided.workload.autocast else "",
+            parallel=parallel if decided.hardware.gpus > 1 else "",
+            optimizer=optimizer,
         )
         return {
             "requirements.txt": requirements(decided, *tools),

@@ -88,6 +88,9 @@ class Compute:
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: The input of each unit in a micro-batch, while it is on the GPU and has not been offloaded.
         self._inputs: dict[tuple[int, int], BufferId] = {}
+        #: Copies of weights that autocast's cache holds up to the loss, of the forward that is being added.
+        self._cached: list[BufferId] = []
+        self._has_head = self._last in rank.units
         #: What is held, of the backward that is being added.
         self._held: list[BufferId] = []
 
@@ -169,7 +172,11 @@ class Compute:
         """Allocate what ``task`` leaves of the unit, and what lives only while it runs."""
         b, unit, times = self._builder, task.unit, self._profile.units[task.unit]
         if kept not in (Activations.SELECTIVE, Activations.KEEP):
-            b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes)
+            cached = times.cast_bytes * (self._has_head and task.kind is Kind.FORWARD)
+            if cached:
+                self._cached.append(on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, Kind.LOSS))
+                b.allocate(task, self._cached[-1], cached)
+            b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes - cached)
             for part, one in enumerate(self._shards.results(unit) if task.kind is Kind.FORWARD else (), 1):
                 b.make(task, on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, again=part), one.size_bytes)
         elif self._plan.units[unit].activations in (Activations.RECOMPUTE, Activations.DROP):  # all of it again
@@ -213,6 +220,9 @@ class Compute:
         if not (loss.keeps_logits or loss.in_place):
             b.free(task, on_gpu(Value.LOGITS, self._last, task.micro_batch))
         b.workspace(task, loss.workspace_bytes)
+        for buffer in self._cached:
+            b.free(task, buffer)
+        self._cached.clear()
 
     def backward(self, task: TaskId) -> None:
         """Add a backward: gradients of the parameters and of the input."""

@@ -68,8 +68,7 @@ class Resident:
             gradients, which is its default: each gradient is copied to its bucket, and back after the reduction, and buckets
             live as long as the model (``mark_variable_ready_dense`` and ``finalize_bucket_dense`` in
             torch/csrc/distributed/c10d/reducer.cpp at 2.13). 2 or 4, the size of a gradient: 4 under autocast, whose gradients
-            are in fp32 as the parameters are. 0: gradients are views. Autocast's 16-bit copies are the model's 16-bit
-            parameters here, and its fp32 parameters the masters; that gradients take 4 bytes then, not 2, is not modelled.
+            are in fp32 as the parameters are. 0: gradients are views.
     """
 
     checkpointing: Checkpointing = Checkpointing.BEST

@@ -90,6 +90,8 @@ class UnitProfile(Hashed):
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
         routed_parameters: those of ``parameters`` that are of experts which are divided among GPUs (``Parallelism.expert``).
+        cast_bytes: copies of its weights that a forward casts (autocast), which are among what it keeps. Autocast's cache holds
+            them until the forward of the whole model and the loss have ended, whatever the unit keeps.
         results: what its products with weights give, each with the GPU time of its product. A plan may keep them for a
             recomputation, which then leaves these products out. Empty: not known.
     """
@@ -120,6 +122,7 @@ class UnitProfile(Hashed):
     tensors: int = 0
     small_tensors: int = 0
     routed_parameters: int = 0
+    cast_bytes: int = 0
     results: tuple[SavedTensors, ...] = ()
 
     def __post_init__(self) -> None:

@@ -49,14 +49,14 @@ class Rates:
     def __init__(self, workload: Workload, gpu: Gpu, launch_seconds: float) -> None:
         self.workload = workload
         self.flops_32bit = gpu.peak_32bit_flops * (gpu.gemm_efficiency_32bit or gpu.gemm_efficiency)
-        full = workload.precision is Precision.FP32
+        full = (workload.autocast or workload.precision) is Precision.FP32
         self.flops = self.flops_32bit if full else gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors, self.capability = gpu.multiprocessors, gpu.compute_capability
         self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
-        self.element = workload.precision.element_bytes
+        self.element = workload.compute_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
 
     def _gemm_seconds(
@@ -122,7 +122,7 @@ class Rates:
         """Time of an update of ``trained`` parameters on the GPU, the size of its states, and of its temporaries. States and
         masters are read and written, gradients read, and parameters written; without masters these are read, too.
         """
-        w, element = self.workload, self.element
+        w, element = self.workload, self.workload.precision.element_bytes
         optimizer, matrices, galore = w.training.optimizer, w.trained_matrices(unit), w.training.galore
         states = state_bytes(optimizer, trained, matrices, mixed=w.precision.is_mixed)
         accesses = 2 if w.has_masters else 3

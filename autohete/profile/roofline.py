@@ -20,6 +20,7 @@ from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, sh
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import ALTERNATE, LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.divided import ALONE_GROUP, BatchGroup, divided_part, part_of_rank
+from autohete.profile.kernels.autocast import autocast_part
 from autohete.profile.kernels.cross_entropy import head_kernels
 from autohete.profile.kernels.decoders import (
     INPUT_ROWS,
@@ -219,7 +220,9 @@ class _Roofline(Rates):
         copies, cast = self._copies(unit), _FP8_CAST if in_fp8 else input_cast(w)
         whole, parallelism = self.whole, self.group.parallelism
         if whole.block(unit) == gpt2_block(whole.hidden_size, whole.heads):
-            part = divided_part(self.kernels.part(w.role(unit)), parallelism, narrow=False)
+            part = self.kernels.part(w.role(unit))
+            part = autocast_part(part, block, None, w.hidden_size, self.kernels) if w.autocast else part
+            part = divided_part(part, parallelism, narrow=False)
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
             part = copied_inputs(part, copied, cast)
@@ -231,6 +234,7 @@ class _Roofline(Rates):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, self.kernels, drops=drops)
             part = masked_part(part, block, w.hidden_size, w.attention_mask)
+            part = autocast_part(part, block, component, w.hidden_size, self.kernels) if w.autocast else part
             part = divided_part(part, parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
@@ -273,6 +277,7 @@ class _Roofline(Rates):
         w, element, role = self.workload, self.element, self.workload.role(unit)
         hidden_bytes = element * w.tokens * w.hidden_size  # one activation of the residual stream
         whole_bytes = w.stream_bytes * w.tokens * w.hidden_size  # the same as it is handed from block to block
+        cast_bytes, cast_seconds = self._cast_weights(unit)
         stream_bytes = whole_bytes // self.group.parallelism.along_sequence
         exchanged, exchanged_back = self._exchange_seconds(unit)
         parameters = w.unit_parameters(unit)
@@ -287,45 +292,49 @@ class _Roofline(Rates):
             activations = w.tokens * 8 + w.tokens * w.hidden_size * learned / self.group.parallelism.along_sequence  # ids, mask
             gathered, scattered, kernels = (6, 5, 3) if learned else (2, 2, 1)
             forward_host, backward_host = self._host_seconds(kernels), self._host_seconds(kernels, backward=True)
-            forward = self._pass_seconds(gathered * hidden_bytes / self.bandwidth + exchanged, kernels, forward_host)
+            forward = self._pass_seconds(gathered * whole_bytes / self.bandwidth + exchanged, kernels, forward_host)
             # The gradient of the whole table is written, even for few tokens.
-            traffic = scattered * hidden_bytes + 2 * element * parameters
+            traffic = scattered * whole_bytes + 2 * w.precision.element_bytes * parameters
             backward = self._pass_seconds(traffic / self.bandwidth + exchanged_back, kernels, backward_host)
-            workspaces = (hidden_bytes, 0)
+            workspaces = (whole_bytes, 0)
         elif role is BlockRole.HEAD:
             frozen = not w.has_base_gradients(0 if w.tied_embeddings else unit)  # its matrix
-            activations = self._head_kept_bytes(unit, frozen)
+            activations = self._head_kept_bytes(unit, frozen) + cast_bytes
             gemm, gemm_backward = self._head_seconds(trained=not frozen)
             forward_host, backward_host = self._host_seconds(2), self._host_seconds(4, backward=True)
-            forward = self._pass_seconds(gemm + 2 * hidden_bytes / self.bandwidth + exchanged, 2, forward_host)
-            busy = gemm_backward + 5 * hidden_bytes / self.bandwidth + exchanged_back
+            forward = self._pass_seconds(gemm + 2 * whole_bytes / self.bandwidth + cast_seconds + exchanged, 2, forward_host)
+            busy = gemm_backward + 5 * whole_bytes / self.bandwidth + cast_seconds * (not frozen) + exchanged_back
             backward = self._pass_seconds(busy, 4, backward_host)
-            workspaces = (0, hidden_bytes)
+            workspaces = (0, hidden_bytes + cast_bytes * (not frozen))  # the gradient of the matrix before it is cast
         else:
             part, scores = self._part(unit), self._scores(unit)
             total = part.total
             gemm, gemm_backward = self._products_seconds(unit)
             added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
-            forward_kernels = total("forward_kernels") + added.forward_kernels
-            backward_kernels = total("backward_kernels") + added.backward_kernels
+            casts, frozen = self._cast_count(unit), not w.has_base_gradients(unit)
+            forward_kernels = total("forward_kernels") + added.forward_kernels + casts
+            backward_kernels = total("backward_kernels") + added.backward_kernels + casts * (not frozen)
             adapters = len(w.adapted_layers(unit)) * self.kernels.eager
             forward_host = self._host_seconds(forward_kernels, more=PEFT_OPERATIONS[0] * adapters)
             backward_host = self._host_seconds(backward_kernels, backward=True, more=PEFT_OPERATIONS[1] * adapters)
-            busy = gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds + exchanged
+            busy = gemm + self._elementwise_seconds(part, "forward", scores) + added.forward_seconds + exchanged + cast_seconds
             forward = self._pass_seconds(busy, forward_kernels, forward_host)
             busy = gemm_backward + self._elementwise_seconds(part, "backward", scores) + added.backward_seconds + exchanged_back
+            busy += cast_seconds * (not frozen)
             backward = self._pass_seconds(busy, backward_kernels, backward_host)
             copied = round(total("kept_copies") * w.tokens * w.hidden_size)
             saved = self._saved(unit, part, scores, added.kept_bytes - copied * bool(w.adapted_layers(unit)))
             saved += self._saved_in_fp8(unit, copied)
+            saved += (SavedTensors("weights_in_16_bit", cast_bytes),) if cast_bytes else ()
             activations = min(self._kept_bytes(part, scores), stream_bytes) + sum(one.size_bytes for one in saved)
             shorter = self._shorter_recompute_seconds(unit, part, scores)
             results = (*self._results(unit), *self._alternate_results(unit, part, last=shorter is None))
             # The table's workspaces include the output, and in backward its gradient and that of the input. Of a narrow MLP
-            # those two alone are more.
+            # those two alone are more. Under autocast they are in tensors of 16 bit.
+            tensor_bytes = hidden_bytes if w.autocast else whole_bytes
             workspaces = (
-                (part.forward_workspace - 1) * whole_bytes + added.workspace_bytes,
-                max(part.backward_workspace - 2, 0.0) * whole_bytes
+                part.forward_workspace * tensor_bytes - whole_bytes + added.workspace_bytes,
+                max(part.backward_workspace * tensor_bytes - 2 * whole_bytes, 0.0)
                 + part.backward_score_workspace * element * scores
                 + added.workspace_bytes,
             )
@@ -355,8 +364,29 @@ class _Roofline(Rates):
             tensors=parameter_tensors(w, unit),
             small_tensors=small_tensors(w, unit),
             routed_parameters=self._routed_parameters(unit),
+            cast_bytes=cast_bytes,
             results=results,
         )
+
+    def _cast_weights(self, unit: int) -> tuple[int, float]:
+        """Bytes of the copies of weights that autocast makes in a forward, and the time in which it does so; as long backward
+        casts their gradients.
+        """
+        w = self.workload
+        if not w.autocast:
+            return 0, 0.0
+        if w.is_inner(unit):
+            count = sum(part.products(w.hidden_size)[i].parameters for part in w.components(unit) for i in (0, 1))
+        else:
+            count = w.vocabulary_size * w.hidden_size * (w.role(unit) is BlockRole.HEAD)
+        return w.compute_bytes * count, (w.compute_bytes + w.precision.element_bytes) * count / self.bandwidth
+
+    def _cast_count(self, unit: int) -> int:
+        """How many weights and biases of a unit between embedding and head autocast casts."""
+        w, mixer, mlp = self.workload, self.workload.block(unit).mixer, self.workload.block(unit).feed_forward
+        if not w.autocast or not isinstance(mixer, Attention) or not isinstance(mlp, Mlp):
+            return 0
+        return sum(1 + _has_bias(layer, mixer, mlp) for layer in w.linear_layers(unit))
 
     def _results(self, unit: int) -> Iterator[SavedTensors]:
         """What the products with weights of attention and MLP give: ``attention_1``, ``attention_2``, ``mlp_1``, ``mlp_2``."""
@@ -437,11 +467,11 @@ class _Roofline(Rates):
         whole, parallelism = self.whole.architecture, self.group.parallelism
         input_bytes = self.element * w.tokens * w.hidden_size / parallelism.along_sequence
         if whole is None or not self.kernels.eager:
-            kept: float = input_bytes
+            kept: float = input_bytes * w.stream_bytes / self.element
         else:
-            norm = divided_part(
-                norm_part(whole.blocks[0], w.hidden_size, whole.final_norm, self.kernels), parallelism, narrow=True
-            )
+            norm = norm_part(whole.blocks[0], w.hidden_size, whole.final_norm, self.kernels)
+            norm = autocast_part(norm, whole.blocks[0], None, w.hidden_size, self.kernels) if w.autocast else norm
+            norm = divided_part(norm, parallelism, narrow=True)
             kept = self._kept_bytes(norm if w.has_base_gradients(unit) else frozen_part(norm), 0)
         return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
 
@@ -458,9 +488,9 @@ class _Roofline(Rates):
         if last_product:
             component = w.components(unit)[-1]
             gemm -= self._product_seconds(component.products(w.hidden_size)[-1])[0]
-        kernels = needed.total("forward_kernels") - last_product
+        kernels = needed.total("forward_kernels") - last_product + self._cast_count(unit)
         exchanged, _ = self._exchange_seconds(unit, last=not last_product)
-        busy = gemm + self._elementwise_seconds(needed, "forward", scores) + exchanged
+        busy = gemm + self._elementwise_seconds(needed, "forward", scores) + self._cast_weights(unit)[1] + exchanged
         return self._pass_seconds(busy, kernels, self._host_seconds(kernels))
 
     def _kept_bytes(self, part: Part, scores: int) -> float:
@@ -498,7 +528,8 @@ class _Roofline(Rates):
         w, element = self.workload, self.element
         if w.chunked_loss or w.loss is LossKernels.IN_PLACE:
             return self._chunked_loss()
-        default = LossKernels.FP32 if self.kernels.eager and self.whole.architecture is not None else self.kernels.loss
+        fp32 = w.autocast or (self.kernels.eager and self.whole.architecture is not None)
+        default = LossKernels.FP32 if fp32 else self.kernels.loss
         copies = w.batch_size > 1 or w.loss is None  # a default counts the copy in any case
         head = head_kernels(w.loss or default, element, copies=copies, keeps=w.keeps_logits)
         logits = w.tokens * w.vocabulary_size

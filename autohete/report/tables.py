@@ -330,11 +330,12 @@ def _assumed(workload: Workload) -> str:
     apart = w.training.lora is not None or w.training.last_blocks is not None
     trained = f", {w.trained_parameters / 1e6:,.1f}M parameters trained" if apart else ""
     clipped = f", gradients clipped to {w.clip_norm:g}" if w.clip_norm else ""
+    precision = f"{w.precision} under autocast to {w.autocast}" if w.autocast is not None else w.precision
     attention = f", attention {w.attention}" if w.attention is not None else ""
     attention += f", attention mask {w.attention_mask}" if w.attention_mask is not None else ""
     return (
         f"assumed: hidden {w.hidden_size}, {'; '.join(described_blocks(w))}; vocabulary {w.vocabulary_size} ({tied}), "
-        f"{w.precision}, kernels {w.kernels}{attention}{units_text(w)}{loss}{chunked}{packed}, {w.training}{trained}{clipped}; "
+        f"{precision}, kernels {w.kernels}{attention}{units_text(w)}{loss}{chunked}{packed}, {w.training}{trained}{clipped}; "
         "flags of policies as `autohete presets` lists them"
     )
 

@@ -122,7 +122,7 @@ class TensorSizes:
     @property
     def _loss_tensor(self) -> int:
         """Bytes of a tensor of the loss."""
-        loss, element = self.profile.loss, self.profile.element_bytes
+        loss, element = self.profile.loss, self.profile.workload.compute_bytes
         of_16_bit = self.profile.workload.loss in (LossKernels.PLAIN, LossKernels.SHIFTED)
         return loss.passed_bytes // element * (element if of_16_bit else 4)
 
@@ -134,11 +134,11 @@ class TensorSizes:
 
     def _widths(self, unit: int) -> list[int]:
         """Bytes of a tensor of the feed-forward width, in fp32 and as the GPU computes, and of the input."""
-        w, element = self.profile.of_rank, self.profile.element_bytes
+        w = self.profile.of_rank
         if isinstance(w, TracedWorkload) or not w.is_inner(unit):
             return []
         parts = [part.expert if isinstance(part, Experts) else part for part in w.components(unit)]
-        wide = [w.tokens * part.width * element for part in parts if isinstance(part, Mlp)]
+        wide = [w.tokens * part.width * w.compute_bytes for part in parts if isinstance(part, Mlp)]
         return [*wide, self.profile.units[unit].input_bytes]
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from autohete.errors import InputError, check_fields, unknown_name
 from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
-from autohete.workload.model import Architecture, Block, Experts, FeedForward, Mixer, Norm, Product, gpt2_block
+from autohete.workload.model import Architecture, Attention, Block, Experts, FeedForward, Mixer, Mlp, Norm, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer, has_masters
 from autohete.workload.training import FULL, NF4_BYTES, Adapters, LinearLayer, Training, is_target, linear_layers
 
@@ -174,6 +174,10 @@ class Workload(Hashed):
         batch_size: ``b`` sequences that one GPU computes with at a time.
         precision: see :class:`Precision`.
         tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
+        autocast: format in which products and attention compute although parameters and gradients are in fp32, as under
+            ``torch.autocast`` around model and loss (``Trainer(bf16=True)`` of ``transformers`` with a model in fp32, nanoGPT,
+            Lightning's mixed precision), with ``precision`` fp32. Each forward casts the weights, and autocast's cache holds
+            them until it ends. None: without.
         kernels: see :class:`Kernels`.
         micro_batches: batches in one iteration, whose gradients are accumulated before the update.
         clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
@@ -207,6 +211,7 @@ class Workload(Hashed):
     sequence_length: int = 1024
     batch_size: int = 8
     precision: Precision = Precision.BF16
+    autocast: Precision | None = None
     tied_embeddings: bool = True
     kernels: Kernels = Kernels.FUSED
     micro_batches: int = 1
@@ -262,6 +267,7 @@ class Workload(Hashed):
                 f"{Kernels.EAGER_FLASH}, or name a model that has them"
             )
         self._check_mask()
+        self._check_autocast()
         last = self.training.last_blocks
         if last is not None and last > self.transformer_blocks:
             raise InputError(
@@ -353,6 +359,27 @@ class Workload(Hashed):
                 "document_length or attention_mask out"
             )
 
+    def _check_autocast(self) -> None:
+        if self.autocast is None:
+            return
+        if self.precision is not Precision.FP32 or self.autocast is Precision.FP32:
+            raise InputError(
+                f"autocast is {self.autocast} and precision {self.precision}: autocast computes in 16 bit with parameters in "
+                "fp32, so give autocast bf16 or fp16, and precision fp32"
+            )
+        if self.training.lora is not None or self.training.galore is not None:
+            raise InputError(
+                f"autocast is {self.autocast}, which is modelled where parameters are trained themselves, not with "
+                f"{self.training}: leave it out, or give adapters {Adapters.AUTOCAST} beside a 16-bit base"
+            )
+        blocks = () if self.architecture is None else self.architecture.blocks
+        parts = [part for block in blocks for part in (block.mixer, block.feed_forward)]
+        if not all(isinstance(part, (Attention, Mlp)) for part in parts):
+            raise InputError(
+                f"autocast is {self.autocast}, which is modelled for softmax attention and dense MLPs, but {self.name} has "
+                "other blocks: leave it out"
+            )
+
     def _check_loop(self) -> None:
         if self.looped_experts is None:
             return
@@ -404,6 +431,11 @@ class Workload(Hashed):
         if lora is None or lora.prepared is not None:
             return lora is not None and bool(lora.prepared)
         return lora.quantised and self.adapters is Adapters.AUTOCAST
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of what products take and give."""
+        return (self.autocast or self.precision).element_bytes
 
     @property
     def stream_bytes(self) -> int:

@@ -120,7 +120,7 @@ def _fixed(table: ModelTable) -> dict[str, object]:
     """The figures of a workload that are the table's."""
     plain = Workload("plain", 1, 1, 1)
     names = ("units", "chunked_loss", "loss_chunks", "architecture", "sample_lengths", "document_length", "looped_experts")
-    same = {name: getattr(plain, name) for name in (*names, "attention_mask", "loss", "keeps_logits")}
+    same = {name: getattr(plain, name) for name in (*names, "attention_mask", "loss", "keeps_logits", "autocast")}
     return {
         "hidden_size": table.width,
         "transformer_blocks": len(table.units) - 2,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from support import triton_kernels
 from support.counting import Counter, counting, kept_bytes
+from support.decoder_layers import BATCH, SEQUENCE, Layer, wide
 from support.models import NO_FLASH, WIDE, built, layers_of, small_config
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,44 +23,17 @@ from autohete.profile.modules import SMALL_ELEMENTS
 from autohete.runtime.precision import DTYPES
 from autohete.tracing.on_cuda import PRODUCTS, as_on_cuda, flash_attention, one_kernel_dropout
 from autohete.workload import AttentionMask, Kernels, Precision, Workload
-from autohete.workload.config import parse_model
 from autohete.workload.families import FAMILIES
 from autohete.workload.model import LinearAttention
 from autohete.workload.training import Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
-BATCH, SEQUENCE = 4, 192
 
 
 @pytest.fixture(autouse=True)
 def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "dropout", one_kernel_dropout)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", flash_attention)
-
-
-class Layer(nn.Module):
-    """A decoder layer with the positions that its model would give it."""
-
-    def __init__(self, layer: nn.Module, rotary: int | None) -> None:
-        super().__init__()
-        self.layer, self.rotary = layer, rotary
-        self.mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        given: dict[str, Any] = {"attention_mask": self.mask}
-        if self.rotary is not None:
-            angles = x.new_empty(1, x.shape[1], self.rotary)  # which all blocks share
-            given["position_embeddings"] = (angles, angles)
-        out = self.layer(x, **given)
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
-
-
-def wide(family: str, precision: Precision) -> Workload:
-    """A model of that family as :class:`Layer` is called."""
-    kernels = Kernels.EAGER if family in NO_FLASH else Kernels.EAGER_FLASH
-    workload = parse_model(small_config(family, WIDE), family)
-    return replace(workload, sequence_length=SEQUENCE, batch_size=BATCH, precision=precision, kernels=kernels)
 
 
 def layer(family: str, index: int, precision: Precision) -> Layer:
