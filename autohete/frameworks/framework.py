@@ -101,7 +101,7 @@ class Abilities:
         several_gpus: more than one.
         parallel: GPUs that divide each batch.
         traced: modules that were traced.
-        autocast: 16-bit products of fp32 parameters under ``torch.autocast``.
+        autocast: formats of ``torch.autocast`` over fp32 parameters.
     """
 
     optimizers: Collection[Optimizer]
@@ -112,7 +112,7 @@ class Abilities:
     several_gpus: bool = True
     parallel: bool = False
     traced: bool = False
-    autocast: bool = False
+    autocast: Collection[Precision] = ()
 
     def check(self, decided: Decided) -> None:
         """Refuse a training that the framework does not offer.
@@ -128,10 +128,11 @@ class Abilities:
         taken = default_attention(decided.hardware.gpu.compute_capability)
         refused = {
             "fp8 products": training.fp8,
-            "autocast": workload.autocast is not None and not self.autocast,
+            f"autocast to {workload.autocast}": workload.autocast not in (None, *self.autocast),
             "GaLore": training.galore is not None,
             "foreach kernels": training.foreach,
             "adapters": training.lora is not None and not self.lora,
+            "a base in GPTQ's format": training.lora is not None and training.lora.gptq,
             "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
             "frozen lower blocks": training.last_blocks is not None,
             "attention other than PyTorch's": workload.attention not in (None, taken),

@@ -27,7 +27,10 @@ _OPTIMIZERS = {
     Optimizer.ADAMW8BIT_PURE_BF16: "adamw_bnb_8bit",
     Optimizer.ADAFACTOR_PURE_BF16: "adafactor",
 }
-_ABILITIES = Abilities(tuple(_OPTIMIZERS), (Precision.BF16,), lora=True, quantised=True, chunked_loss=True)
+_PRECISIONS = (Precision.BF16, Precision.FP32)
+_ABILITIES = Abilities(
+    tuple(_OPTIMIZERS), _PRECISIONS, lora=True, quantised=True, chunked_loss=True, autocast=(Precision.BF16,)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class LlamaFactoryFiles:
     def _settings(self, decided: Decided, weights: str) -> dict[str, Any]:
         _ABILITIES.check(decided)
         workload, training = decided.workload, decided.workload.training
+        if workload.precision is Precision.FP32 and workload.autocast is None:
+            raise InputError("is written here with products in bf16: plan with precision bf16, or with autocast bf16 as well")
         if workload.architecture is None:
             raise InputError("trains models that have a config.json and a tokenizer: name a model")
         if workload.kernels is Kernels.LIGER and not workload.chunked_loss:
@@ -111,13 +116,17 @@ def _method(decided: Decided) -> dict[str, Any]:
 
 
 def _pure(decided: Decided) -> dict[str, Any]:
-    """Without DeepSpeed, masters are fp32 parameters, which are cast for each use; adapters have few."""
+    """Without DeepSpeed, trained parameters, few with adapters, are in fp32 under autocast (``init_adapter`` in
+    model/adapter.py), or all is in bf16.
+    """
+    if decided.workload.autocast is not None:
+        return {}
     if not decided.workload.has_masters:
         return {"pure_bf16": True}
     if decided.workload.training.lora is None:
         raise InputError(
-            "has no masters beside 16-bit parameters without DeepSpeed: plan with optimizer adamw_pure_bf16, or with "
-            "resident:deepspeed,zero_stage=2"
+            "has no masters beside 16-bit parameters without DeepSpeed: plan with autocast bf16 and precision fp32, with "
+            "optimizer adamw_pure_bf16, or with resident:deepspeed,zero_stage=2"
         )
     return {}
 

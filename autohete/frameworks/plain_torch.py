@@ -20,7 +20,7 @@ from autohete.frameworks.training_script import (
 from autohete.policies.resident import Resident
 from autohete.workload import Kernels, Precision
 
-_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=True)
+_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=(Precision.BF16,))
 
 _IMPORTS = """\
 import torch
@@ -55,8 +55,6 @@ class TorchFiles:
             raise InputError(
                 "alone has no masters beside 16-bit parameters: plan with optimizer adamw_pure_bf16, or with precision fp32"
             )
-        if decided.workload.autocast is Precision.FP16:
-            raise InputError("is written here without scaled gradients, which autocast to fp16 needs: plan with autocast bf16")
         _ = decided.recomputes
 
     def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:

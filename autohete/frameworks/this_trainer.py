@@ -20,7 +20,7 @@ from autohete.frameworks.training_script import (
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload import Kernels, Precision
 
-_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True)
+_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=(Precision.BF16,))
 
 _DISTRIBUTED = "import torch\nimport torch.distributed as dist"
 _IMPORTS = """\
@@ -82,6 +82,7 @@ class TrainerFiles:
             "drive": "." if _far(decided) else None,
         }
         lines = "".join(f"    {name}={value!r},\n" for name, value in arguments.items() if value is not None)
+        lines += "    autocast=torch.bfloat16,\n" * (workload.autocast is not None)
         return {
             "requirements.txt": requirements(decided, f"autohete[runtime]=={self.version}", *tools),
             **training_script(

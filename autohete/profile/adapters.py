@@ -4,7 +4,8 @@ An adapter is computed as PEFT does it (00336949, ``tuners/lora/layer.py``, ``Li
 in two products and two elementwise kernels; in backward the gradient is scaled, and that of ``x`` is added to the base one.
 Adapters in fp32 that get a cast input compute all that in fp32, without TF32, which PyTorch does not use by itself. A weight in
 NF4 is dequantised in every pass that uses it, as bitsandbytes does (``autograd/_functions.py``, ``MatMul4Bit``): its
-bytes are read and 16 bit (or fp32) written, in three kernels with double quantisation.
+bytes are read and 16 bit (or fp32) written, in three kernels with double quantisation. One in GPTQ's format is dequantised in
+forward alone, and its product keeps the result.
 
 What adapters keep depends on how they are held (:class:`~autohete.workload.training.Adapters`): the result of A, and if their
 input is cast, a copy of it in each layer, and under autocast one of A and B. With dropout, a kernel reads the input as the
@@ -28,6 +29,10 @@ _FP32_BYTES = 4
 PEFT_OPERATIONS, PEFT_MODULES, PEFT_TENSORS = (6, 4), 4, 2
 #: Kernels of an adapter forward and backward, and of a dequantisation.
 _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
+#: Of a matrix in GPTQ's format, kernels: of the zeros 4; of the weights a shift in 32 bits, a cast to 8, a mask, less the
+#: zeros, times the scales. Bytes that they access for each weight, without the result: 1/2 and 4, 4 and 1, 1 and 1, 1 and 1, 1.
+#: Those of a shifted and of a cast weight exist at a time.
+_GPTQ_KERNELS, _GPTQ_BYTES, _GPTQ_HELD = 9, 14.5, 5
 #: Of an element of a mask of dropout.
 _MASK_BYTES = 1
 
@@ -146,25 +151,32 @@ def additions(
     element, tokens, layers = workload.precision.element_bytes, workload.tokens, workload.adapted_layers(unit)
     times = [product_seconds(product, workload.adapters is Adapters.CAST) for product in workload.adapter_products(unit)]
     quantised = workload.linear_layers(unit) if workload.quantised_parameters(unit) else ()
+    gptq = workload.training.lora is not None and workload.training.lora.gptq
     results = sum(layer.shape.rows * layer.shape.columns for layer in layers)
     inputs = sum(layer.shape.rows * layer.shape.inner for layer in layers)
     sizes = results * tokens / bandwidth, inputs * tokens / bandwidth
     cast = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
-    of_result, of_input = _accesses(workload, cloned=bool(quantised) and workload.kernels in EAGER_KERNELS)
-    dequantised = workload.quantised_parameters(unit) * float(NF4_BYTES + element) / bandwidth
+    of_result, of_input = _accesses(workload, cloned=bool(quantised) and not gptq and workload.kernels in EAGER_KERNELS)
+    dequantised = workload.quantised_parameters(unit) * ((_GPTQ_BYTES if gptq else float(NF4_BYTES)) + element) / bandwidth
     casts = ((element + _FP32_BYTES) * cast + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0
     dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth
-    either = dequantised + casts + dropped
     forward, backward = (
-        sum(seconds[way] for seconds in times) + of_result[way] * sizes[0] + of_input[way] * sizes[1] + either for way in (0, 1)
+        sum(seconds[way] for seconds in times)
+        + of_result[way] * sizes[0]
+        + of_input[way] * sizes[1]
+        + casts
+        + dropped
+        + dequantised * (not (gptq and way))
+        for way in (0, 1)
     )
+    kernels = (_GPTQ_KERNELS, 0) if gptq else (_DEQUANTISE_KERNELS, _DEQUANTISE_KERNELS)
+    largest = max((layer.shape.columns * layer.shape.inner for layer in quantised), default=0)
     return Additions(
         forward_seconds=forward,
         backward_seconds=backward,
-        forward_kernels=(_KERNELS[0] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
-        backward_kernels=(_KERNELS[1] + drops) * len(layers) + _DEQUANTISE_KERNELS * len(quantised),
-        kept_bytes=_kept_bytes(workload, layers) if layers else 0,
-        # One matrix at a time.
-        workspace_bytes=max((element * layer.shape.columns * layer.shape.inner for layer in quantised), default=0),
+        forward_kernels=(_KERNELS[0] + drops) * len(layers) + kernels[0] * len(quantised),
+        backward_kernels=(_KERNELS[1] + drops) * len(layers) + kernels[1] * len(quantised),
+        kept_bytes=(_kept_bytes(workload, layers) if layers else 0) + element * workload.quantised_parameters(unit) * gptq,
+        workspace_bytes=(_GPTQ_HELD if gptq else element) * largest,  # one matrix at a time
     )

@@ -128,8 +128,8 @@ def _rolled(make: Callable[[Dice], _T]) -> st.SearchStrategy[_T]:
 
 
 def workloads(max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> st.SearchStrategy[Workload]:
-    """Small GPT shapes in all precisions, tied or not, with fused attention or without, with gradients clipped or not, cut
-    into blocks or into sublayers, trained as a whole or in part.
+    """Small GPT shapes in all precisions, under autocast or not, tied or not, with fused attention or without, with gradients
+    clipped or not, cut into blocks or into sublayers, trained as a whole or in part.
     """
     return _rolled(lambda dice: _workload(dice, max_transformer_blocks, max_micro_batches))
 
@@ -139,6 +139,8 @@ def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: in
     units = dice.of([Units.BLOCK, Units.BLOCK, Units.SUBLAYER])
     most = max_transformer_blocks if units is Units.BLOCK else max(1, max_transformer_blocks // 2)
     blocks = dice.whole(1, most)
+    precision, training = dice.of(list(Precision)), _training(dice, blocks)
+    casts = precision is Precision.FP32 and training.lora is None and dice.flip()
     return Workload(
         name="random",
         hidden_size=heads * dice.of([1, 8, 64]),
@@ -147,13 +149,14 @@ def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: in
         vocabulary_size=dice.whole(1, 2000),
         sequence_length=dice.whole(1, 256),
         batch_size=dice.whole(1, 4),
-        precision=dice.of(list(Precision)),
+        precision=precision,
+        autocast=Precision.BF16 if casts else None,
         tied_embeddings=dice.flip(),
         kernels=dice.of(list(GPT2_KERNELS)),
         micro_batches=dice.whole(1, max_micro_batches),
         clip_norm=dice.of([None, None, 1.0]),
         units=units,
-        training=_training(dice, blocks),
+        training=training,
         loss=dice.of([None, None, *LossKernels]),
     )
 
@@ -167,7 +170,8 @@ def _training(dice: Dice, units: int) -> Training:
     targets = dice.of([("all",), ("attention",), ("mlp",), ("c_attn", "c_fc")])
     lora = Lora(dice.whole(1, 4), targets) if dice.flip() else None
     if lora is not None:
-        lora = dice.of([lora, replace(lora, quantised=True), replace(lora, base_gradients=True)])
+        nf4 = replace(lora, quantised=True)
+        lora = dice.of([lora, nf4, replace(nf4, gptq=True), replace(lora, base_gradients=True)])
     return Training(lora, dice.whole(1, units) if dice.flip() else None, optimizer)
 
 

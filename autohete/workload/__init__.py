@@ -12,7 +12,7 @@ from autohete.hashing import Hashed, hashed_once
 from autohete.printable import shown
 from autohete.workload.model import Architecture, Attention, Block, Experts, FeedForward, Mixer, Mlp, Norm, Product, gpt2_block
 from autohete.workload.optimizers import Optimizer, has_masters
-from autohete.workload.training import FULL, NF4_BYTES, Adapters, LinearLayer, Training, is_target, linear_layers
+from autohete.workload.training import FULL, Adapters, LinearLayer, Training, is_target, linear_layers
 
 #: Characters.
 LONGEST_NAME = 200
@@ -559,7 +559,9 @@ class Workload(Hashed):
         if not quantised and not self.is_prepared:
             return None
         others = self.frozen_parameters(unit) - quantised
-        return others * self.stream_bytes + math.ceil(quantised * NF4_BYTES)
+        assert self.training.lora is not None or not quantised
+        each = 0 if self.training.lora is None else self.training.lora.quantised_bytes
+        return others * self.stream_bytes + math.ceil(quantised * each)
 
     def quantised_parameters(self, unit: int) -> int:
         """Parameters of the unit's linear layers, if they are quantised; 0 for embedding and head."""

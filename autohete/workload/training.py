@@ -29,6 +29,8 @@ GROUPS = ("all", "attention", "mlp")
 #: block of 64; an fp32 scale for each 256 of these. As bitsandbytes stores it (``functional.py``, ``quantize_4bit`` with
 #: ``compress_statistics``): 4.127 bits.
 NF4_BYTES = (4 + Fraction(8, 64) + Fraction(32, 64 * 256)) / 8
+#: Bytes of a parameter quantised by GPTQ in groups of 128: 4 bits, and of each group a scale in 16 bits and a zero in 4.
+GPTQ_BYTES = (4 + Fraction(16 + 4, 128)) / 8
 _LARGEST_RANK = 65_536
 #: Those that torch updates with foreach kernels.
 _FOREACH = (Optimizer.ADAMW, Optimizer.ADAMW_PURE_BF16)
@@ -70,6 +72,9 @@ class Lora:
         base_gradients: backward also computes the gradients of the frozen parameters beside adapters, which no update uses. So
             it is where both lie in one flat parameter, which autograd sees as trained: ``FullyShardedDataParallel`` with
             ``use_orig_params`` around whole blocks (``_use_unsharded_views`` in torch/distributed/fsdp/_flat_param.py, 2.13).
+        gptq: the base is quantised by GPTQ instead of to NF4. Operations of PyTorch dequantise a weight in each forward, as
+            auto-gptq trains without kernels of its own (``forward`` in qlinear_cuda_old.py at 179776bd), and the product keeps
+            the dequantised weight for backward.
     """
 
     rank: int
@@ -79,11 +84,14 @@ class Lora:
     prepared: bool | None = None
     dropout: float = 0.0
     base_gradients: bool = False
+    gptq: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.base_gradients and self.quantised:
             raise InputError("weights in NF4 have no gradients: leave base_gradients or quantised out of LoRA")
+        if self.gptq and not self.quantised:
+            raise InputError("gptq says how the base of LoRA is quantised, but it is not: give quantised as well")
         if not 0 <= self.dropout < 1:
             raise InputError(f"the dropout of LoRA is {self.dropout}: give at least 0 and less than 1, such as 0.05")
         if not 1 <= self.rank <= _LARGEST_RANK:
@@ -95,12 +103,17 @@ class Lora:
             )
 
     def __str__(self) -> str:
-        quantised = ", base in NF4" if self.quantised else ""
+        quantised = f", base in {'GPTQ' if self.gptq else 'NF4'}" if self.quantised else ""
         adapters = f", adapters {self.adapters}" if self.adapters else ""
         prepared = "" if self.prepared is None else f", {'' if self.prepared else 'not '}prepared"
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         base = ", gradients of the base" if self.base_gradients else ""
         return f"LoRA of rank {self.rank} on {', '.join(self.targets)}{quantised}{adapters}{prepared}{dropout}{base}"
+
+    @property
+    def quantised_bytes(self) -> Fraction:
+        """Bytes of a parameter that is quantised."""
+        return GPTQ_BYTES if self.gptq else NF4_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from autohete.workload.training import Lora, Training
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(TINY, precision=Precision.FP32, clip_norm=0.5, tied_embeddings=False)
+CAST = replace(SMALL, autocast=Precision.BF16)
 ADAPTED = replace(SMALL, training=Training(Lora(4)))
 #: Saves weights of the first script's model, and runs each of some scripts as ``python train.py --steps 2 --model weights``.
 RUNNER = """
@@ -78,18 +79,26 @@ def losses(folder: Path, scripts: dict[str, tuple[str, str, Workload]]) -> dict[
 
 @pytest.mark.slow
 def test_scripts_of_all_frameworks_train_alike(tmp_path: Path) -> None:
-    """From the same weights and batches, FSDP2 with offloading and the Trainer have the losses of the plain loop."""
+    """From the same weights and batches, FSDP2 with offloading and the Trainer have the losses of the plain loop; also under
+    autocast, whose losses are others.
+    """
     found = losses(
         tmp_path,
         {
             "torch": ("torch", "resident:checkpointing=none", SMALL),
             "fsdp2": ("fsdp2", "fsdp2_offload:checkpointing=full", SMALL),
             "trainer": ("trainer", "zero_offload:checkpointing=full", SMALL),
+            "torch, autocast": ("torch", "resident:checkpointing=none", CAST),
+            "trainer, autocast": ("trainer", "zero_offload:checkpointing=full", CAST),
         }
         | ({"adapters": ("trainer", "resident", ADAPTED)} if importlib.util.find_spec("peft") else {}),
     )
     assert len(found["torch"]) == 2
     assert found["torch"][0] == pytest.approx(math.log(SMALL.vocabulary_size), abs=0.2)
+    cast = [found.pop(name) for name in ("torch, autocast", "trainer, autocast")]
+    assert cast[0] == pytest.approx(cast[1], abs=2e-6)
+    assert cast[0] != found["torch"]
+    assert cast[0] == pytest.approx(found["torch"], abs=2e-2)
     for name, each in found.items():
         assert each[0] == pytest.approx(found["torch"][0], abs=2e-6), name
         assert name == "adapters" or each == pytest.approx(found["torch"], abs=2e-6), name
