@@ -24,7 +24,7 @@ from autohete.profile.roofline import _Roofline
 from autohete.schedule import Kind, Value
 from autohete.simulate import simulate
 from autohete.tracing.on_cuda import flash_attention, one_kernel_dropout
-from autohete.workload import Kernels, Precision, Workload, named_workload
+from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.training import Lora, Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
@@ -142,6 +142,14 @@ def test_what_trains_under_autocast_has_fp32_parameters() -> None:
     assert [held[unit] for unit in blocks] == [
         2 * sum(layer.shape.parameters for layer in cast.linear_layers(unit)) for unit in blocks
     ]
+
+
+def test_attention_alone_has_no_gelu() -> None:
+    """As a unit of its own it needs less than the MLP, whose activation function is in fp32."""
+    sublayers = replace(under_autocast("gpt2"), units=Units.SUBLAYER)
+    attention, mlp = analytic_profile(sublayers, A100).units[1:3]
+    assert 3 * attention.forward_workspace_bytes < mlp.forward_workspace_bytes
+    assert 2 * attention.backward_workspace_bytes < mlp.backward_workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ _GELU_NEW = {
     "gelu: product": (1, 2, 5, 6, 1, 1, 0, 1),
 }
 _GELU_NEW_TOTAL = tuple(map(sum, zip(*_GELU_NEW.values(), strict=True)))
+_ACTIVATION = "activation"
 #: The rows that GPT-2's tables have for what decoders' call otherwise.
 _FIRSTS = {FIRST, *GPT2_ROWS[True, FIRST], *GPT2_ROWS[False, FIRST]}
 _NORMS = {"norm", "ln_1", "ln_2", "input layer norm", "post-attention layer norm"}
@@ -55,11 +56,12 @@ def autocast_part(
         forward, backward = part.forward_workspace + 1, part.backward_workspace + 2
         return replace(part, operations=operations, forward_workspace=forward, backward_workspace=backward)
     rows = _Eager(block, component, hidden_size, made)
+    wide = rows.gelu * any(one.name == _ACTIVATION or one.name in _GELU_NEW for one in part.operations)
     return replace(
         part,
         operations=tuple(map(rows.row, part.operations)),
-        forward_workspace=3 + 2 * rows.gelu,
-        backward_workspace=part.backward_workspace + 1 + 4 * rows.gelu,
+        forward_workspace=3 + 2 * wide,
+        backward_workspace=part.backward_workspace + 1 + 4 * wide,
     )
 
 
