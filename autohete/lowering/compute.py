@@ -88,9 +88,10 @@ class Compute:
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: The input of each unit in a micro-batch, while it is on the GPU and has not been offloaded.
         self._inputs: dict[tuple[int, int], BufferId] = {}
-        #: Copies of weights that autocast's cache holds up to the loss, of the forward that is being added.
+        #: Copies of weights that autocast's cache holds up to the loss, of the forward that is being added. Those of a stage of
+        #: a pipeline, which end with its forward, count only while each unit is computed.
         self._cached: list[BufferId] = []
-        self._has_head = self._last in rank.units
+        self._caches = len(rank.stages) == 1 and len(rank.stages[0]) == len(plan.units)
         #: What is held, of the backward that is being added.
         self._held: list[BufferId] = []
 
@@ -172,7 +173,7 @@ class Compute:
         """Allocate what ``task`` leaves of the unit, and what lives only while it runs."""
         b, unit, times = self._builder, task.unit, self._profile.units[task.unit]
         if kept not in (Activations.SELECTIVE, Activations.KEEP):
-            cached = times.cast_bytes * (self._has_head and task.kind is Kind.FORWARD)
+            cached = times.cast_bytes * (self._caches and task.kind is Kind.FORWARD)
             if cached:
                 self._cached.append(on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, Kind.LOSS))
                 b.allocate(task, self._cached[-1], cached)

@@ -39,7 +39,9 @@ _MASK_BYTES = 1
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """The cost added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries."""
+    """The cost added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries of both
+    passes.
+    """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -47,6 +49,7 @@ class Additions:
     backward_kernels: int = 0
     kept_bytes: int = 0
     workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
 
     def __add__(self, other: Additions) -> Additions:
         return Additions(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
@@ -179,4 +182,5 @@ def additions(
         backward_kernels=(_KERNELS[1] + drops) * len(layers) + kernels[1] * len(quantised),
         kept_bytes=(_kept_bytes(workload, layers) if layers else 0) + element * workload.quantised_parameters(unit) * gptq,
         workspace_bytes=(_GPTQ_HELD if gptq else element) * largest,  # one matrix at a time
+        backward_workspace_bytes=0 if gptq else element * largest,
     )

@@ -138,6 +138,11 @@ class UnitProfile(Hashed):
                 f"a recomputation takes {self.shorter_recompute_seconds} s, longer than a forward ({self.forward_seconds} s): "
                 "give at most as much, or leave it out"
             )
+        if not 0 <= self.cast_bytes <= self.kept_bytes:
+            raise InputError(
+                f"copies of weights have {self.cast_bytes} bytes, but a forward keeps {self.kept_bytes} besides its "
+                "input, which they are among: give at most as many"
+            )
         if not 0 <= self.small_tensors <= self.tensors:
             raise InputError(f"{self.small_tensors} of {self.tensors} tensors are small: give 0 up to all of them")
         if not 0 <= self.frozen_parameters <= self.parameters:

@@ -52,4 +52,5 @@ def expert_loop(workload: Workload, unit: int, bandwidth: float) -> Additions:
         forward_kernels=kernels[0] * used,
         backward_kernels=kernels[1] * used,
         workspace_bytes=of_all,  # the tensor that is added to the gradients
+        backward_workspace_bytes=of_all,
     )

@@ -20,7 +20,6 @@ from autohete.profile.adapters import PEFT_OPERATIONS, additions, input_cast, sh
 from autohete.profile.attention import check_attention
 from autohete.profile.costs import ALTERNATE, LossProfile, Profile, SavedTensors, UnitProfile
 from autohete.profile.divided import ALONE_GROUP, BatchGroup, divided_part, part_of_rank
-from autohete.profile.kernels.autocast import autocast_part
 from autohete.profile.kernels.cross_entropy import head_kernels
 from autohete.profile.kernels.decoders import (
     INPUT_ROWS,
@@ -32,6 +31,7 @@ from autohete.profile.kernels.decoders import (
     widened_part,
 )
 from autohete.profile.kernels.gpt2 import FLASH, GPT2_ROWS, Operation, Part, copied_inputs, leaned, without_inputs
+from autohete.profile.kernels.under_autocast import autocast_part
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
@@ -336,7 +336,7 @@ class _Roofline(Rates):
                 part.forward_workspace * tensor_bytes - whole_bytes + added.workspace_bytes,
                 max(part.backward_workspace * tensor_bytes - 2 * whole_bytes, 0.0)
                 + part.backward_score_workspace * element * scores
-                + added.workspace_bytes,
+                + added.backward_workspace_bytes,
             )
         masks = 0 if role is BlockRole.EMBEDDING else self._mask_bytes()
         frozen_parameters = w.frozen_parameters(unit)

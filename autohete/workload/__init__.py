@@ -364,19 +364,19 @@ class Workload(Hashed):
             return
         if self.precision is not Precision.FP32 or self.autocast is Precision.FP32:
             raise InputError(
-                f"autocast is {self.autocast} and precision {self.precision}: autocast computes in 16 bit with parameters in "
-                "fp32, so give autocast bf16 or fp16, and precision fp32"
+                f"precision is {self.precision}, with autocast to {self.autocast}: autocast computes in 16 bit with parameters "
+                "in fp32, so give precision fp32, and autocast bf16 or fp16"
             )
         if self.training.lora is not None or self.training.galore is not None:
             raise InputError(
-                f"autocast is {self.autocast}, which is modelled where parameters are trained themselves, not with "
-                f"{self.training}: leave it out, or give adapters {Adapters.AUTOCAST} beside a 16-bit base"
+                f"autocast to {self.autocast} is modelled where parameters are trained themselves, not with "
+                f"{self.training}: leave it out, and train in bf16"
             )
         blocks = () if self.architecture is None else self.architecture.blocks
         parts = [part for block in blocks for part in (block.mixer, block.feed_forward)]
         if not all(isinstance(part, (Attention, Mlp)) for part in parts):
             raise InputError(
-                f"autocast is {self.autocast}, which is modelled for softmax attention and dense MLPs, but {self.name} has "
+                f"autocast to {self.autocast} is modelled for softmax attention and dense MLPs, but {self.name} has "
                 "other blocks: leave it out"
             )
 
@@ -430,7 +430,7 @@ class Workload(Hashed):
         lora = self.training.lora
         if lora is None or lora.prepared is not None:
             return lora is not None and bool(lora.prepared)
-        return lora.quantised and self.adapters is Adapters.AUTOCAST
+        return lora.quantised and not lora.gptq and self.adapters is Adapters.AUTOCAST  # as PEFT tells them apart
 
     @property
     def compute_bytes(self) -> int:

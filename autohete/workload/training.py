@@ -89,9 +89,11 @@ class Lora:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.base_gradients and self.quantised:
-            raise InputError("weights in NF4 have no gradients: leave base_gradients or quantised out of LoRA")
+            raise InputError("quantised weights have no gradients: leave base_gradients or quantised out of LoRA")
         if self.gptq and not self.quantised:
             raise InputError("gptq says how the base of LoRA is quantised, but it is not: give quantised as well")
+        if self.gptq and self.prepared:
+            raise InputError("PEFT prepares no base in GPTQ's format: leave prepared or gptq out")
         if not 0 <= self.dropout < 1:
             raise InputError(f"the dropout of LoRA is {self.dropout}: give at least 0 and less than 1, such as 0.05")
         if not 1 <= self.rank <= _LARGEST_RANK:

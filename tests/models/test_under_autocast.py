@@ -162,5 +162,5 @@ def test_attention_alone_has_no_gelu() -> None:
 )
 def test_other_trainings_are_refused(changes: dict[str, Any]) -> None:
     plain = named_workload("gpt-2b", precision=Precision.FP32, kernels=Kernels.EAGER_FLASH)
-    with pytest.raises(InputError, match=r"autocast is (bf16|fp32)"):
+    with pytest.raises(InputError, match=r"autocast to (bf16|fp32)"):
         replace(plain, **{"autocast": Precision.BF16, **changes})

@@ -4,7 +4,7 @@ PyTorch casts the inputs of each product and of attention, and each weight once 
 aten/src/ATen/autocast_mode.h at 2.13); the results are in 16 bit. A residual stream that begins in fp32 stays so, and with it
 norms, and rotations, whose angles have the format of the stream. ``pow`` and ``layer_norm`` compute in fp32 (``fp32`` in the
 same file), and so does what follows the ``pow`` of new GELU. Compiled kernels cast as they read and write. Those of a kernel
-per operation were counted by running modules of ``transformers`` 5.23 (``tests/models/test_autocast_kernels.py``).
+per operation were counted by running modules of ``transformers`` 5.23 (``tests/models/test_under_autocast.py``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def autocast_part(
         operations = tuple(map(_compiled, part.operations))
         forward, backward = part.forward_workspace + 1, part.backward_workspace + 2
         return replace(part, operations=operations, forward_workspace=forward, backward_workspace=backward)
-    rows = _Eager(block, component, hidden_size, made)
+    rows = _Casts(block, component, hidden_size, made)
     wide = rows.gelu * any(one.name == _ACTIVATION or one.name in _GELU_NEW for one in part.operations)
     return replace(
         part,
@@ -92,7 +92,7 @@ def _compiled(one: Operation) -> Operation:
     return _wide(one) if one.name == "sum of residual gradients" else one
 
 
-class _Eager:
+class _Casts:
     """A kernel per operation. Each product casts its input for itself, and the gradient of it back."""
 
     def __init__(self, block: Block, component: Mixer | FeedForward | None, hidden_size: int, made: Implementation) -> None:
