@@ -39,8 +39,8 @@ _MASK_BYTES = 1
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """The cost added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries of both
-    passes.
+    """The cost added to a unit: GPU time without launches, kernels, bytes kept from forward to backward, and temporaries of
+    both passes.
     """
 
     forward_seconds: float = 0.0
