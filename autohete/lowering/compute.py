@@ -175,7 +175,7 @@ class Compute:
         if kept not in (Activations.SELECTIVE, Activations.KEEP):
             cached = times.cast_bytes * (self._caches and task.kind is Kind.FORWARD)
             if cached:
-                self._cached.append(on_gpu(Value.ACTIVATIONS, unit, task.micro_batch, Kind.LOSS))
+                self._cached.append(on_gpu(Value.OTHER, unit, task.micro_batch, Kind.LOSS))
                 b.allocate(task, self._cached[-1], cached)
             b.workspace(task, times.checkpointed_workspace_bytes + unused_bytes - cached)
             for part, one in enumerate(self._shards.results(unit) if task.kind is Kind.FORWARD else (), 1):

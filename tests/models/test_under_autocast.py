@@ -138,7 +138,7 @@ def test_what_trains_under_autocast_has_fp32_parameters() -> None:
         assert resting == 12 * one.parameters
     blocks = range(1, cast.unit_count - 1)
     buffers = (one for task in simulation.schedule.tasks for one in task.allocates)
-    held = {one.id.unit: one.size_bytes for one in buffers if one.id.value is Value.ACTIVATIONS and one.id.use is Kind.LOSS}
+    held = {one.id.unit: one.size_bytes for one in buffers if one.id.value is Value.OTHER and one.id.use is Kind.LOSS}
     assert [held[unit] for unit in blocks] == [
         2 * sum(layer.shape.parameters for layer in cast.linear_layers(unit)) for unit in blocks
     ]
