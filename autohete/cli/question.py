@@ -110,8 +110,8 @@ class Shape:
     precision:
         bf16 and fp16 are mixed precision with fp32 master weights; fp8 is bf16 with the products of blocks in 8 bit.
     autocast:
-        Format in which products and attention compute under torch.autocast, with parameters and gradients in fp32 (Trainer's
-        bf16=True with a model in fp32, nanoGPT, Lightning): bf16 or fp16. Implies --precision fp32.
+        Train under torch.autocast: parameters and gradients are in fp32, matrix products and attention in bf16 or fp16 (Trainer
+        with bf16=True and a model in fp32, nanoGPT, Lightning). Implies --precision fp32.
     tied_embeddings:
         Whether the head uses the embedding's matrix.
     kernels:

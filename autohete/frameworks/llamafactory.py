@@ -27,9 +27,13 @@ _OPTIMIZERS = {
     Optimizer.ADAMW8BIT_PURE_BF16: "adamw_bnb_8bit",
     Optimizer.ADAFACTOR_PURE_BF16: "adafactor",
 }
-_PRECISIONS = (Precision.BF16, Precision.FP32)
 _ABILITIES = Abilities(
-    tuple(_OPTIMIZERS), _PRECISIONS, lora=True, quantised=True, chunked_loss=True, autocast=(Precision.BF16,)
+    tuple(_OPTIMIZERS),
+    (Precision.BF16, Precision.FP32),
+    lora=True,
+    quantised=True,
+    chunked_loss=True,
+    autocast=(Precision.BF16,),
 )
 
 
@@ -116,8 +120,8 @@ def _method(decided: Decided) -> dict[str, Any]:
 
 
 def _pure(decided: Decided) -> dict[str, Any]:
-    """Without DeepSpeed, trained parameters, few with adapters, are in fp32 under autocast (``init_adapter`` in
-    model/adapter.py), or all is in bf16.
+    """Whether all is in bf16. Otherwise, without DeepSpeed, trained parameters are in fp32 and used under autocast
+    (``init_adapter`` in model/adapter.py).
     """
     if decided.workload.autocast is not None:
         return {}

@@ -88,8 +88,8 @@ class Compute:
         self._input_leaves = [unit.kept.leaves and unit.activations is Activations.RECOMPUTE for unit in plan.units]
         #: The input of each unit in a micro-batch, while it is on the GPU and has not been offloaded.
         self._inputs: dict[tuple[int, int], BufferId] = {}
-        #: Copies of weights that autocast's cache holds up to the loss, of the forward that is being added. Those of a stage of
-        #: a pipeline, which end with its forward, count only while each unit is computed.
+        #: Copies of weights in autocast's cache, which the loss frees, of the forward that is being added. In a pipeline, each
+        #: counts only while its unit is computed.
         self._cached: list[BufferId] = []
         self._caches = len(rank.stages) == 1 and len(rank.stages[0]) == len(plan.units)
         #: What is held, of the backward that is being added.

@@ -29,9 +29,9 @@ _FP32_BYTES = 4
 PEFT_OPERATIONS, PEFT_MODULES, PEFT_TENSORS = (6, 4), 4, 2
 #: Kernels of an adapter forward and backward, and of a dequantisation.
 _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
-#: Of a matrix in GPTQ's format, kernels: of the zeros 4; of the weights a shift in 32 bits, a cast to 8, a mask, less the
-#: zeros, times the scales. Bytes that they access for each weight, without the result: 1/2 and 4, 4 and 1, 1 and 1, 1 and 1, 1.
-#: Those of a shifted and of a cast weight exist at a time.
+#: Dequantisation of a matrix in GPTQ's format. Kernels: four for the zeros, and five for the weights, which shift in 32 bit,
+#: cast to 8, mask, subtract the zeros and multiply by the scales. Bytes that these read and write for each weight besides the
+#: result: 1/2 and 4, 4 and 1, 1 and 1, 1 and 1, 1. Bytes that exist at a time: a shifted and a cast weight.
 _GPTQ_KERNELS, _GPTQ_BYTES, _GPTQ_HELD = 9, 14.5, 5
 #: Of an element of a mask of dropout.
 _MASK_BYTES = 1
@@ -48,7 +48,7 @@ class Additions:
     forward_kernels: int = 0
     backward_kernels: int = 0
     kept_bytes: int = 0
-    workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
 
     def __add__(self, other: Additions) -> Additions:
@@ -160,7 +160,10 @@ def additions(
     sizes = results * tokens / bandwidth, inputs * tokens / bandwidth
     cast = sum(product.parameters for product in workload.adapter_products(unit)) * (workload.adapters is Adapters.AUTOCAST)
     of_result, of_input = _accesses(workload, cloned=bool(quantised) and not gptq and workload.kernels in EAGER_KERNELS)
-    dequantised = workload.quantised_parameters(unit) * ((_GPTQ_BYTES if gptq else float(NF4_BYTES)) + element) / bandwidth
+    read, held, kernels, passes = (
+        (_GPTQ_BYTES, _GPTQ_HELD, _GPTQ_KERNELS, (1, 0)) if gptq else (float(NF4_BYTES), element, _DEQUANTISE_KERNELS, (1, 1))
+    )
+    dequantised = workload.quantised_parameters(unit) * (read + element) / bandwidth
     casts = ((element + _FP32_BYTES) * cast + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0
     dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth
@@ -170,17 +173,16 @@ def additions(
         + of_input[way] * sizes[1]
         + casts
         + dropped
-        + dequantised * (not (gptq and way))
+        + dequantised * passes[way]
         for way in (0, 1)
     )
-    kernels = (_GPTQ_KERNELS, 0) if gptq else (_DEQUANTISE_KERNELS, _DEQUANTISE_KERNELS)
-    largest = max((layer.shape.columns * layer.shape.inner for layer in quantised), default=0)
+    workspace = held * max((layer.shape.columns * layer.shape.inner for layer in quantised), default=0)  # one matrix at a time
     return Additions(
         forward_seconds=forward,
         backward_seconds=backward,
-        forward_kernels=(_KERNELS[0] + drops) * len(layers) + kernels[0] * len(quantised),
-        backward_kernels=(_KERNELS[1] + drops) * len(layers) + kernels[1] * len(quantised),
+        forward_kernels=(_KERNELS[0] + drops) * len(layers) + kernels * len(quantised),
+        backward_kernels=(_KERNELS[1] + drops) * len(layers) + kernels * passes[1] * len(quantised),
         kept_bytes=(_kept_bytes(workload, layers) if layers else 0) + element * workload.quantised_parameters(unit) * gptq,
-        workspace_bytes=(_GPTQ_HELD if gptq else element) * largest,  # one matrix at a time
-        backward_workspace_bytes=0 if gptq else element * largest,
+        forward_workspace_bytes=workspace,
+        backward_workspace_bytes=workspace * passes[1],
     )

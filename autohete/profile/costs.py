@@ -90,8 +90,8 @@ class UnitProfile(Hashed):
         is_whole: its update needs whole parameters, whatever the optimizer; otherwise the optimizer says so.
         shorter_recompute_seconds: GPU time of a recomputation that makes no output. None: it is a whole forward.
         routed_parameters: those of ``parameters`` that are of experts which are divided among GPUs (``Parallelism.expert``).
-        cast_bytes: copies of its weights that a forward casts (autocast), which are among what it keeps. Autocast's cache holds
-            them until the forward of the whole model and the loss have ended, whatever the unit keeps.
+        cast_bytes: size of the 16-bit copies of its weights that a forward makes under autocast, which count among what it
+            keeps. Autocast's cache holds them until the loss has been computed, whatever the unit keeps.
         results: what its products with weights give, each with the GPU time of its product. A plan may keep them for a
             recomputation, which then leaves these products out. Empty: not known.
     """
@@ -140,8 +140,8 @@ class UnitProfile(Hashed):
             )
         if not 0 <= self.cast_bytes <= self.kept_bytes:
             raise InputError(
-                f"copies of weights have {self.cast_bytes} bytes, but a forward keeps {self.kept_bytes} besides its "
-                "input, which they are among: give at most as many"
+                f"cast_bytes is {self.cast_bytes}, but a forward keeps only {self.kept_bytes} bytes besides its input, which "
+                "include the copies of weights: give at most as many"
             )
         if not 0 <= self.small_tensors <= self.tensors:
             raise InputError(f"{self.small_tensors} of {self.tensors} tensors are small: give 0 up to all of them")

@@ -51,6 +51,6 @@ def expert_loop(workload: Workload, unit: int, bandwidth: float) -> Additions:
         backward_seconds=(sums * (of_all + of_tokens) + written * used * one * workload.has_base_gradients(unit)) / bandwidth,
         forward_kernels=kernels[0] * used,
         backward_kernels=kernels[1] * used,
-        workspace_bytes=of_all,  # the tensor that is added to the gradients
-        backward_workspace_bytes=of_all,
+        forward_workspace_bytes=of_all,
+        backward_workspace_bytes=of_all,  # the tensor that is added to the gradients
     )

@@ -37,7 +37,19 @@ from autohete.profile.modules import called_modules, parameter_tensors, small_te
 from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
 from autohete.workload import AttentionMask, BlockRole, LossKernels, Workload
-from autohete.workload.model import Attention, Component, Experts, LatentAttention, LinearAttention, Mlp, Product, gpt2_block
+from autohete.workload.model import (
+    Attention,
+    Block,
+    Component,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    LinearAttention,
+    Mixer,
+    Mlp,
+    Product,
+    gpt2_block,
+)
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import FIRST, LAST, LinearLayer, linear_layers
@@ -220,9 +232,7 @@ class _Roofline(Rates):
         copies, cast = self._copies(unit), _FP8_CAST if in_fp8 else input_cast(w)
         whole, parallelism = self.whole, self.group.parallelism
         if whole.block(unit) == gpt2_block(whole.hidden_size, whole.heads):
-            part = self.kernels.part(w.role(unit))
-            part = autocast_part(part, block, None, w.hidden_size, self.kernels) if w.autocast else part
-            part = divided_part(part, parallelism, narrow=False)
+            part = divided_part(self._cast_part(self.kernels.part(w.role(unit)), block), parallelism, narrow=False)
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
             part = copied_inputs(part, copied, cast)
@@ -234,8 +244,7 @@ class _Roofline(Rates):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, self.kernels, drops=drops)
             part = masked_part(part, block, w.hidden_size, w.attention_mask)
-            part = autocast_part(part, block, component, w.hidden_size, self.kernels) if w.autocast else part
-            part = divided_part(part, parallelism, narrow=True)
+            part = divided_part(self._cast_part(part, block, component), parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
                 part = without_inputs(part, INPUT_ROWS - {layer.row for layer in adapted if layer.mixes is mixes})
@@ -333,7 +342,7 @@ class _Roofline(Rates):
             # those two alone are more. Under autocast they are in tensors of 16 bit.
             tensor_bytes = hidden_bytes if w.autocast else whole_bytes
             workspaces = (
-                part.forward_workspace * tensor_bytes - whole_bytes + added.workspace_bytes,
+                part.forward_workspace * tensor_bytes - whole_bytes + added.forward_workspace_bytes,
                 max(part.backward_workspace * tensor_bytes - 2 * whole_bytes, 0.0)
                 + part.backward_score_workspace * element * scores
                 + added.backward_workspace_bytes,
@@ -368,21 +377,26 @@ class _Roofline(Rates):
             results=results,
         )
 
+    def _cast_part(self, part: Part, block: Block, component: Mixer | FeedForward | None = None) -> Part:
+        """``part`` under autocast, if there is any; see :func:`autocast_part`."""
+        w = self.workload
+        return autocast_part(part, block, component, w.hidden_size, self.kernels) if w.autocast else part
+
     def _cast_weights(self, unit: int) -> tuple[int, float]:
-        """Bytes of the copies of weights that autocast makes in a forward, and the time in which it does so; as long backward
-        casts their gradients.
+        """Bytes of the copies of weights that autocast makes in a forward, and the time that it takes; casts of their gradients
+        in backward take as long.
         """
         w = self.workload
         if not w.autocast:
             return 0, 0.0
         if w.is_inner(unit):
-            count = sum(part.products(w.hidden_size)[i].parameters for part in w.components(unit) for i in (0, 1))
+            count = sum(product.parameters for part in w.components(unit) for product in part.products(w.hidden_size))
         else:
             count = w.vocabulary_size * w.hidden_size * (w.role(unit) is BlockRole.HEAD)
         return w.compute_bytes * count, (w.compute_bytes + w.precision.element_bytes) * count / self.bandwidth
 
     def _cast_count(self, unit: int) -> int:
-        """How many weights and biases of a unit between embedding and head autocast casts."""
+        """The number of weights and biases that autocast casts in a unit between embedding and head."""
         w, mixer, mlp = self.workload, self.workload.block(unit).mixer, self.workload.block(unit).feed_forward
         if not w.autocast or not isinstance(mixer, Attention) or not isinstance(mlp, Mlp):
             return 0
@@ -470,8 +484,7 @@ class _Roofline(Rates):
             kept: float = input_bytes * w.stream_bytes / self.element
         else:
             norm = norm_part(whole.blocks[0], w.hidden_size, whole.final_norm, self.kernels)
-            norm = autocast_part(norm, whole.blocks[0], None, w.hidden_size, self.kernels) if w.autocast else norm
-            norm = divided_part(norm, parallelism, narrow=True)
+            norm = divided_part(self._cast_part(norm, whole.blocks[0]), parallelism, narrow=True)
             kept = self._kept_bytes(norm if w.has_base_gradients(unit) else frozen_part(norm), 0)
         return kept + input_bytes * (not frozen) + 2 * w.vocabulary_size * w.hidden_size * w.is_prepared
 

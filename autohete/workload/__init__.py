@@ -174,10 +174,9 @@ class Workload(Hashed):
         batch_size: ``b`` sequences that one GPU computes with at a time.
         precision: see :class:`Precision`.
         tied_embeddings: the LM head multiplies by the embedding's own matrix, as in GPT-2.
-        autocast: format in which products and attention compute although parameters and gradients are in fp32, as under
-            ``torch.autocast`` around model and loss (``Trainer(bf16=True)`` of ``transformers`` with a model in fp32, nanoGPT,
-            Lightning's mixed precision), with ``precision`` fp32. Each forward casts the weights, and autocast's cache holds
-            them until it ends. None: without.
+        autocast: format of matrix products and attention if model and loss run under ``torch.autocast``; ``precision``, the
+            format of parameters and gradients, must be fp32. So train ``Trainer(bf16=True)`` of ``transformers`` with a model
+            in fp32, nanoGPT, and Lightning in mixed precision. None: no autocast.
         kernels: see :class:`Kernels`.
         micro_batches: batches in one iteration, whose gradients are accumulated before the update.
         clip_norm: gradients are scaled down before the update where their global norm is larger than this, as
@@ -559,9 +558,8 @@ class Workload(Hashed):
         if not quantised and not self.is_prepared:
             return None
         others = self.frozen_parameters(unit) - quantised
-        assert self.training.lora is not None or not quantised
-        each = 0 if self.training.lora is None else self.training.lora.quantised_bytes
-        return others * self.stream_bytes + math.ceil(quantised * each)
+        assert self.training.lora is not None, "only the base of adapters is quantised or prepared"
+        return others * self.stream_bytes + math.ceil(quantised * self.training.lora.quantised_bytes)
 
     def quantised_parameters(self, unit: int) -> int:
         """Parameters of the unit's linear layers, if they are quantised; 0 for embedding and head."""

@@ -119,7 +119,7 @@ def test_experts_with_modules_of_their_own_launch_and_write_what_is_counted() ->
     assert (written[1] - written[0] - weights) / (TOKENS * HIDDEN) == 4 * 4
     workload = read_model("mixtral-8x7b")
     assert ours[1].backward_seconds - ours[0].backward_seconds == 4 * 4 * workload.tokens * workload.hidden_size
-    assert ours[1].workspace_bytes == 0
+    assert ours[1].forward_workspace_bytes == 0
 
 
 def test_experts_that_are_views_launch_and_write_what_is_counted() -> None:
@@ -132,7 +132,7 @@ def test_experts_that_are_views_launch_and_write_what_is_counted() -> None:
     copies = 2 * 4  # select_backward fills with zeros, and copies
     assert ours[1].backward_kernels - ours[0].backward_kernels == more.kernels(True) - few.kernels(True) + copies
     assert all(one.forward_seconds == 0 for one in ours)
-    all_experts = ours[0].workspace_bytes / 2
+    all_experts = ours[0].forward_workspace_bytes / 2
     assert ours[1].backward_seconds - ours[0].backward_seconds == 4 * 4 * all_experts + 2 * 4 * all_experts / 8
 
 

@@ -9,15 +9,20 @@ per operation were counted by running modules of ``transformers`` 5.23 (``tests/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from autohete.profile.kernels.gpt2 import GPT2_ROWS, Implementation, Operation, Part
+from autohete.profile.kernels.gpt2 import FLASH, GPT2_ROWS, Implementation, Operation, Part
 from autohete.workload.model import Activation, Attention, Block, FeedForward, Mixer, Mlp, Norm, NormPlace
-from autohete.workload.training import FIRST
+from autohete.workload.training import FIRST, LAST
 
-#: New GELU per element: accesses in 16 bit and in fp32 forward, the same backward, tensors kept in 16 bit and in fp32, and
-#: casts that are kernels of their own, forward and backward.
-_GELU_NEW = {
+#: Returns a row as it is under autocast.
+_Rule = Callable[[Operation], Operation]
+#: A row per element: accesses in 16 bit and in fp32 forward, the same backward, tensors kept in 16 bit and in fp32, and casts
+#: that are kernels of their own, forward and backward.
+_Columns = tuple[int, ...]
+_GELU_NEW: dict[str, _Columns] = {
     "gelu: 0.5 x": (2, 0, 2, 0, 0, 0, 0, 0),
     "gelu: x^3": (1, 3, 1, 8, 0, 1, 1, 1),
     "gelu: 0.044715 x^3": (0, 2, 0, 2, 0, 0, 0, 0),
@@ -27,14 +32,14 @@ _GELU_NEW = {
     "gelu: 1 + ...": (0, 2, 0, 0, 0, 0, 0, 0),
     "gelu: product": (1, 2, 5, 6, 1, 1, 0, 1),
 }
-_GELU_NEW_TOTAL = tuple(map(sum, zip(*_GELU_NEW.values(), strict=True)))
+_GELU_NEW_TOTAL: _Columns = tuple(map(sum, zip(*_GELU_NEW.values(), strict=True)))
+#: A rotation, per element of queries and keys.
+_ROTATION: _Columns = (5, 5, 13, 6, 0, 0, 0, 4)
 _ACTIVATION = "activation"
 #: The rows that GPT-2's tables have for what decoders' call otherwise.
 _FIRSTS = {FIRST, *GPT2_ROWS[True, FIRST], *GPT2_ROWS[False, FIRST]}
 _NORMS = {"norm", "ln_1", "ln_2", "input layer norm", "post-attention layer norm"}
 _RESIDUALS = {"residual", "bias, dropout, residual"}
-#: A rotation in a kernel per operation, per element of queries and keys: accesses in 16 bit and in fp32, forward and backward.
-_ROTATION = (5, 5, 13, 6)
 #: Width of GPT-2's MLP in hidden tensors.
 _GPT2_WIDTH = 4
 
@@ -55,11 +60,11 @@ def autocast_part(
         operations = tuple(map(_compiled, part.operations))
         forward, backward = part.forward_workspace + 1, part.backward_workspace + 2
         return replace(part, operations=operations, forward_workspace=forward, backward_workspace=backward)
-    rows = _Casts(block, component, hidden_size, made)
-    wide = rows.gelu * any(one.name == _ACTIVATION or one.name in _GELU_NEW for one in part.operations)
+    rules = _rules(block, component, hidden_size, made)
+    wide = _gelu_width(component, hidden_size) * any(one.name in (_ACTIVATION, *_GELU_NEW) for one in part.operations)
     return replace(
         part,
-        operations=tuple(map(rows.row, part.operations)),
+        operations=tuple(rules[one.name](one) if one.name in rules else one for one in part.operations),
         forward_workspace=3 + 2 * wide,
         backward_workspace=part.backward_workspace + 1 + 4 * wide,
     )
@@ -92,99 +97,80 @@ def _compiled(one: Operation) -> Operation:
     return _wide(one) if one.name == "sum of residual gradients" else one
 
 
-class _Casts:
-    """A kernel per operation. Each product casts its input for itself, and the gradient of it back."""
-
-    def __init__(self, block: Block, component: Mixer | FeedForward | None, hidden_size: int, made: Implementation) -> None:
-        attention = component if isinstance(component, Attention) else None
-        mlp = component if isinstance(component, Mlp) else None
-        #: Tensors of the hidden size that queries and keys are.
-        self.queries, self.keys = (
-            (attention.query_size / hidden_size, attention.key_value_size / hidden_size) if attention else (0.0, 0.0)
-        )
-        #: Linear layers that have one input.
-        self.layers = 1 if block.joint else 3 if attention else 1 + bool(mlp and mlp.gated)
-        #: Whether norms that read 16 bit write fp32, as ``Norm.RMS`` multiplies by its weight after the cast back.
-        self.norm = block.norm
-        self.widens = block.norm is not Norm.RMS_FP32 and not made.fuses_norms
-        normalised = self.widens and attention is not None and (attention.head_norm or attention.whole_norm)
-        #: Whether queries and keys are in fp32 before they are rotated, and after.
-        self.wide_before = normalised
-        self.wide_after = normalised or (attention is not None and attention.rotary and not made.fuses_norms)
-        #: Elements of an MLP with new GELU, in hidden tensors.
-        self.gelu = _GPT2_WIDTH if component is None else mlp.width / hidden_size if mlp and _has_new_gelu(mlp) else 0.0
-        self.ends_wide = self.widens and block.norm_place is not NormPlace.BEFORE
-
-    def row(self, one: Operation) -> Operation:
-        if one.name in _FIRSTS:  # the gradients of its input are summed in fp32
-            summed = 3 * (self.layers - 1)
-            one = replace(one, backward=one.backward - summed, backward_fp32=summed, kept=self.layers * one.kept)
-            return _cast(one, self.layers, self.layers)
-        if one.name in _GELU_NEW:
-            return _gelu(one, _GELU_NEW[one.name], _GPT2_WIDTH)
-        if one.name in _NORMS:
-            return _wide(one)
-        if one.name in _RESIDUALS:
-            return _wide(one) if self.ends_wide else self._residual(one)
-        match one.name:
-            case "norm of queries or keys" | "norm after" if self.widens:
-                return self._widening(one)
-            case "rotation" if self.wide_before:
-                return _wide(one)
-            case "rotation" if self.wide_after:
-                return self._rotation(one)
-            case "flash attention" if self.wide_after:
-                return _cast(one, self.queries + self.keys, 2)
-            case "repeated keys and values" if self.wide_after:
-                return _cast(one, 2 * self.queries, 2)
-            case "activation" if self.gelu:
-                return _gelu(one, _GELU_NEW_TOTAL, self.gelu)
-            case "last product" | "mlp c_proj" if self.gelu:
-                return _cast(one, self.gelu, 1)
-        return one
-
-    def _residual(self, one: Operation) -> Operation:
-        """The sublayer's result is in 16 bit, and so is its gradient."""
-        forward, backward = one.forward / 3, one.backward / 3
-        return replace(
-            one,
-            forward=forward,
-            forward_fp32=2 * forward,
-            backward=backward,
-            backward_fp32=4 * backward,
-            backward_kernels=one.backward_kernels + 1,
-        )
-
-    def _widening(self, one: Operation) -> Operation:
-        """A norm of 16 bit whose weights make its result fp32."""
-        if self.norm is Norm.LAYER:
-            return _cast(_wide(one), one.forward / 2, 1)
-        size = one.forward / 2
-        return replace(
-            one,
-            forward=one.forward - size,
-            forward_fp32=one.forward_fp32 + size,
-            backward=one.backward - 4 * size,
-            backward_fp32=one.backward_fp32 + 6 * size,
-            backward_kernels=one.backward_kernels + 1,
-        )
-
-    def _rotation(self, one: Operation) -> Operation:
-        """Products with angles, which are in fp32, and their sum; in backward the products alone."""
-        size = self.queries + self.keys
-        forward, forward_fp32, backward, backward_fp32 = (size * each for each in _ROTATION)
-        return replace(
-            one,
-            forward=forward,
-            forward_fp32=forward_fp32,
-            backward=backward,
-            backward_fp32=backward_fp32,
-            backward_kernels=one.backward_kernels + 4,
-        )
+def _rules(block: Block, component: Mixer | FeedForward | None, hidden_size: int, made: Implementation) -> dict[str, _Rule]:
+    """The rules by name of row, if each operation is a kernel of its own. Other rows are the same under autocast."""
+    attention = component if isinstance(component, Attention) else None
+    # A norm of ``Norm.RMS`` that reads 16 bit writes fp32, as it multiplies by its weight after the cast back.
+    widens = block.norm is not Norm.RMS_FP32 and not made.fuses_norms
+    layers = 1 if block.joint else 3 if attention else 1 + (isinstance(component, Mlp) and component.gated)
+    rules: dict[str, _Rule] = dict.fromkeys(_FIRSTS, partial(_first, layers=layers)) | dict.fromkeys(_NORMS, _wide)
+    ends_wide = widens and block.norm_place is not NormPlace.BEFORE
+    rules |= dict.fromkeys(_RESIDUALS, _wide if ends_wide else _residual)
+    if widens:
+        rules |= dict.fromkeys(("norm of queries or keys", "norm after"), partial(_widening, norm=block.norm))
+    if attention is not None:
+        rules |= _rules_of_attention(attention, hidden_size, made, normalised_wide=widens)
+    if width := _gelu_width(component, hidden_size):
+        rules |= {name: partial(_scaled, width=width, columns=columns) for name, columns in _GELU_NEW.items()}
+        rules[_ACTIVATION] = partial(_scaled, width=width, columns=_GELU_NEW_TOTAL)
+        rules |= dict.fromkeys((LAST, "mlp c_proj"), partial(_cast, tensors=width, kernels=1))
+    return rules
 
 
-def _has_new_gelu(mlp: Mlp) -> bool:
-    return mlp.activation is Activation.GELU_NEW
+def _rules_of_attention(a: Attention, hidden_size: int, made: Implementation, *, normalised_wide: bool) -> dict[str, _Rule]:
+    """Queries and keys are in fp32 once they have been normalised or rotated, and attention casts them back."""
+    queries, keys = a.query_size / hidden_size, a.key_value_size / hidden_size
+    before = normalised_wide and (a.head_norm or a.whole_norm)
+    if not before and (made.fuses_norms or not a.rotary):
+        return {}
+    return {
+        "rotation": _wide if before else partial(_scaled, width=queries + keys, columns=_ROTATION),
+        FLASH: partial(_cast, tensors=queries + keys, kernels=2),
+        "repeated keys and values": partial(_cast, tensors=2 * queries, kernels=2),
+    }
+
+
+def _gelu_width(component: Mixer | FeedForward | None, hidden_size: int) -> float:
+    """Elements of an MLP with new GELU, in hidden tensors; 0: it has another activation function."""
+    if component is None:
+        return _GPT2_WIDTH
+    if isinstance(component, Mlp) and component.activation is Activation.GELU_NEW:
+        return component.width / hidden_size
+    return 0
+
+
+def _first(one: Operation, layers: int) -> Operation:
+    """The product of linear layers that have one input: each casts it for itself, and backward sums its gradients in fp32."""
+    summed = 3 * (layers - 1)
+    one = replace(one, backward=one.backward - summed, backward_fp32=summed, kept=layers * one.kept)
+    return _cast(one, layers, layers)
+
+
+def _residual(one: Operation) -> Operation:
+    """The sublayer's result is in 16 bit, and so is its gradient."""
+    return replace(
+        one,
+        forward=one.forward / 3,
+        forward_fp32=2 * (one.forward / 3),
+        backward=one.backward / 3,
+        backward_fp32=4 * (one.backward / 3),
+        backward_kernels=one.backward_kernels + 1,
+    )
+
+
+def _widening(one: Operation, norm: Norm) -> Operation:
+    """A norm of 16 bit whose weights make its result fp32."""
+    size = one.forward / 2
+    if norm is Norm.LAYER:
+        return _cast(_wide(one), size, 1)
+    return replace(
+        one,
+        forward=one.forward - size,
+        forward_fp32=one.forward_fp32 + size,
+        backward=one.backward - 4 * size,
+        backward_fp32=one.backward_fp32 + 6 * size,
+        backward_kernels=one.backward_kernels + 1,
+    )
 
 
 def _cast(one: Operation, tensors: float, kernels: int) -> Operation:
@@ -197,8 +183,8 @@ def _cast(one: Operation, tensors: float, kernels: int) -> Operation:
     )
 
 
-def _gelu(one: Operation, columns: tuple[int, ...], width: float) -> Operation:
-    """A part of new GELU over ``width`` hidden tensors."""
+def _scaled(one: Operation, width: float, columns: _Columns) -> Operation:
+    """``one`` over ``width`` hidden tensors."""
     forward, forward_fp32, backward, backward_fp32, kept, kept_fp32 = (width * each for each in columns[:6])
     return replace(
         one,
