@@ -87,7 +87,7 @@ def test_both_sides_do_the_work_of_one(given: tuple[Profile, Plan]) -> None:
 
 
 def _on_gpu(unit: UnitPlan) -> UnitPlan:
-    return replace(unit, update=Update(Processor.GPU), gradients=Route(), sum_bytes=None)
+    return replace(unit, update=Update(Processor.GPU), gradients=Route(), sum_bytes=None, sums_pinned=False)
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
