@@ -11,7 +11,7 @@ an A100 by the 73 and 63 % of the peak that FlashAttention-2 (arXiv 2307.08691, 
 2407.08608), figures 5 and 6; [c] NVIDIA/cudnn-frontend at 3929da2, ``benchmark/sdpa_benchmark_training/results``: cuDNN 9.19
 on H200 and 9.22 on GB200; [f] pytorch/pytorch pull 137036, comment of 2024-10-29: H100, heads of 64, 16,384 keys; [s]
 thu-ml/SageAttention, ``assets``: forward on RTX 3090, 4090 and 5090; [b] Dao-AILab/flash-attention issue 1589 and pull 2605,
-and meta-pytorch/tritonbench pull 171: B200.
+and meta-pytorch/tritonbench pull 171: B200; [o] ``benchmarks/gpu_rates.json``: an H100 with heads of 256.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ _OWN = {
         9.0: Speed(742, (419, 707, 598), (452, 610, 516), (160, 390)),  # [c], of 64 and 256 [3]
         10.0: Speed(1550, (1175, 1747, 1747), (1030, 1396, 1396), (300, 400)),  # [c], of 64 [b]
     },
-    # Backward on GeForce: as on an A100, 0.40 to 0.48 of FlashAttention 2's. On H100 larger heads in the proportion of an A100.
+    # Backward on GeForce: as on an A100, 0.40 to 0.48 of FlashAttention 2's. On H100 heads of 128 in the proportion of an A100.
+    # Backward with heads of 256: 0.28 of that with 128, as on an H100: all run the same kernel.
     FusedAttention.EFFICIENT: {
-        8.6: Speed(75.8, (46, 46, 46), (27, 32, 28), (90, 260)),  # [s]
-        8.9: Speed(163.5, (126, 106, 106), (64, 76, 67), (90, 260)),  # [s]
-        9.0: Speed(742, (140, 161, 142), (107, 141, 124), (92, 265)),  # [f]
+        8.6: Speed(75.8, (46, 46, 46), (27, 32, 9), (90, 260)),  # [s]
+        8.9: Speed(163.5, (126, 106, 106), (64, 76, 22), (90, 260)),  # [s]
+        9.0: Speed(742, (140, 161, 142), (107, 141, 40), (92, 265)),  # [f], of 256 [o]
     },
 }
 #: With a mask each head reads its scores' part of it. Times that this takes longer than at the bandwidth of the GPU's memory,
@@ -101,12 +102,12 @@ MASK_READS: dict[FusedAttention, tuple[float, float]] = {
     FusedAttention.EFFICIENT: (1.4, 1.0),
     FusedAttention.CUDNN: (2.4, 1.5),
 }
-#: Rates of the others as shares of FlashAttention 2's, on an A100 [2]. cuDNN on Ampere, Ada and GeForce has the same algorithm
+#: Rates of the others as shares of FlashAttention 2's, on an A100 [2], with heads of 256 as above. cuDNN on Ampere, Ada and GeForce has the same algorithm
 #: (its documentation), and no public rates.
 _SHARES: dict[FusedAttention, tuple[_BySize, _BySize]] = {
     FusedAttention.FA1: ((0.62, 0.40, 0.40),) * 2,
     FusedAttention.TRITON: ((0.57, 0.47, 0.47),) * 2,
-    FusedAttention.EFFICIENT: ((0.54, 0.54, 0.54), (0.40, 0.48, 0.48)),
+    FusedAttention.EFFICIENT: ((0.54, 0.54, 0.54), (0.40, 0.48, 0.16)),
     FusedAttention.CUDNN: ((1.0, 1.0, 1.0),) * 2,
 }
 #: The least compute capability that each needs, and the first that it no longer runs on (github Dao-AILab/flash-attention,

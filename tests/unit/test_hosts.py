@@ -267,7 +267,7 @@ def test_the_part_of_one_gpu_is_said() -> None:
     """DRAM that suffices for one GPU may not for each of many; updates of bound ranks that exceed it count as given."""
     copies = load_hardware("h100-pcie5").shared_by(8).remarks
     assert [text.partition(":")[0] for text in copies] == [
-        "copies (h2d 55.5, d2h 57.3, both at once 101 GB/s) exceed the 34.6 GB/s of DRAM (host.memory_bandwidth x "
+        "copies (h2d 55.5, d2h 57.3, both at once 90.6 GB/s) exceed the 34.6 GB/s of DRAM (host.memory_bandwidth x "
         "host.usable_share, the part of one of 8 GPUs)"
     ]
     updates = load_hardware("a100-40gb-epyc7543p").shared_by(4).remarks[0]
