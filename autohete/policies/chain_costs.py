@@ -32,10 +32,14 @@ def _gradients(profile: Profile) -> list[int]:
 
 
 def _there_bytes(profile: Profile) -> int:
-    """Bytes that are always allocated. Includes gradients if those of several micro-batches are accumulated."""
+    """Bytes that are always allocated. Includes gradients if those of several micro-batches are accumulated, and the copies in
+    autocast's cache, which no unit leaves out of its forward. They are gone after the loss, where a plan may thus use less
+    than there is.
+    """
     states = sum(map(profile.state_bytes, range(len(profile.units))))
     resident = states + sum(map(profile.parameter_bytes, range(len(profile.units))))
-    return resident + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
+    cached = sum(unit.cast_bytes for unit in profile.units[profile.first_trained :])
+    return resident + cached + (sum(_gradients(profile)) if profile.workload.micro_batches > 1 else 0)
 
 
 def stages(profile: Profile) -> list[Stage]:
@@ -70,9 +74,9 @@ def stages(profile: Profile) -> list[Stage]:
                 input_bytes=times.input_bytes if unit else 0,
                 output_bytes=output,
                 gradient_bytes=0 if unit == last else output,
-                kept_bytes=times.kept_bytes if unit else times.activation_bytes,
+                kept_bytes=(times.kept_bytes if unit else times.activation_bytes) - times.cast_bytes,
                 keeping_bytes=times.forward_workspace_bytes,
-                dropping_bytes=times.checkpointed_workspace_bytes,
+                dropping_bytes=times.checkpointed_workspace_bytes - times.cast_bytes,
                 backward_bytes=backward,
                 left_bytes=left,
                 keeps=unit in (0, last),

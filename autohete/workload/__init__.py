@@ -366,6 +366,11 @@ class Workload(Hashed):
                 f"precision is {self.precision}, with autocast to {self.autocast}: autocast computes in 16 bit with parameters "
                 "in fp32, so give precision fp32, and autocast bf16 or fp16"
             )
+        if self.loss in (LossKernels.PLAIN, LossKernels.SHIFTED):
+            raise InputError(
+                f"loss {self.loss} is of 16-bit logits, but autocast computes PyTorch's cross-entropy of a copy in fp32: give "
+                f"{LossKernels.FP32} or {LossKernels.FP32_SHIFTED}, or leave loss out"
+            )
         if self.training.lora is not None or self.training.galore is not None:
             raise InputError(
                 f"autocast to {self.autocast} is modelled where parameters are trained themselves, not with "

@@ -18,13 +18,14 @@ from torch.nn import functional
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
+from autohete.plan.policy import Verdict
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.profile.roofline import _Roofline
 from autohete.schedule import Kind, Value
 from autohete.simulate import simulate
 from autohete.tracing.on_cuda import flash_attention, one_kernel_dropout
-from autohete.workload import Kernels, Precision, Units, Workload, named_workload
+from autohete.workload import Kernels, LossKernels, Precision, Units, Workload, named_workload
 from autohete.workload.training import Lora, Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
@@ -144,6 +145,17 @@ def test_what_trains_under_autocast_has_fp32_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize("policy", ["rotor", "checkmate", "moccasin", "dtr", "pofo", "autotm"])
+def test_plans_of_chains_leave_room_for_the_cached_copies(policy: str) -> None:
+    """Where recomputing every block fits, what plans within the GPU's memory fits as well."""
+    small = Workload("small", 512, 8, 8, vocabulary_size=8192, sequence_length=256, batch_size=4, precision=Precision.FP32)
+    workload, full = replace(small, autocast=Precision.BF16), parse_policy("resident:checkpointing=full")
+    needed = simulate(workload, A100, full).memories[0].peak_bytes
+    for more in (0, 10 << 20, 30 << 20):
+        tight = replace(A100, gpu=replace(A100.gpu, memory_bytes=needed + more, reserved_bytes=0))
+        assert simulate(workload, tight, parse_policy(policy)).verdict is Verdict.OK
+
+
 def test_attention_alone_has_no_gelu() -> None:
     """As a unit of its own it needs less than the MLP, whose activation function is in fp32."""
     sublayers = replace(under_autocast("gpt2"), units=Units.SUBLAYER)
@@ -158,9 +170,10 @@ def test_attention_alone_has_no_gelu() -> None:
         {"precision": Precision.BF16},
         {"autocast": Precision.FP32},
         {"training": Training(Lora(8))},
+        {"loss": LossKernels.SHIFTED},
     ],
 )
 def test_other_trainings_are_refused(changes: dict[str, Any]) -> None:
     plain = named_workload("gpt-2b", precision=Precision.FP32, kernels=Kernels.EAGER_FLASH)
-    with pytest.raises(InputError, match=r"autocast to (bf16|fp32)"):
+    with pytest.raises(InputError, match=r"autocast (to (bf16|fp32)|computes PyTorch's cross-entropy)"):
         replace(plain, **{"autocast": Precision.BF16, **changes})
