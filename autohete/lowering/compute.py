@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from autohete.errors import InputError
 from autohete.lowering import durations
 from autohete.lowering.builder import Builder, on_gpu, task_id
-from autohete.lowering.durations import Duration
+from autohete.lowering.durations import NO_COPY, Awaited, Duration
 from autohete.lowering.shards import Shards
 from autohete.lowering.stages import PipelineRank
 from autohete.lowering.tied import on_one_rank
@@ -103,6 +103,17 @@ class Compute:
         if self._input_leaves[task.unit]:
             self._builder.read(task, Value.INPUT, task.unit)
 
+    def _awaited(self, task: TaskId) -> Awaited:
+        """The copy of parameters for which the host waits before it launches the rest of a pass, if it does."""
+        unit, route = task.unit, self._plan.units[task.unit].parameters
+        if not (self._plan.hooks.waits and route.leaves):
+            return NO_COPY
+        if task.kind is Kind.FORWARD:
+            comes = not route.stays_after_backward
+        else:
+            comes = not route.stays_after_forward and task == self._builder.first_backward(unit, task.micro_batch)
+        return (self._shards.kept_bytes(unit), route.carried.pinned) if comes else NO_COPY
+
     def _parts(self, unit: int) -> tuple[SavedPart, ...]:
         """The parts of what a forward that does not recompute everything keeps."""
         plan, found = self._plan.units[unit], self._shards.saved_parts(unit)
@@ -124,7 +135,7 @@ class Compute:
     def forward(self, task: TaskId) -> None:
         """Add a forward, which leaves the activations or only the output."""
         b, unit = self._builder, task.unit
-        self._pass(task, durations.forward(unit, self._plan.hooks.forward))
+        self._pass(task, durations.forward(unit, self._plan.hooks.forward, awaited=self._awaited(task)))
         if unit >= self._first_trained:
             self._keep(task, self._plan.units[unit].activations)
         else:
@@ -144,7 +155,7 @@ class Compute:
                 self._builder.read(task, Value.ACTIVATIONS, unit, part=part)
         else:
             duration = durations.forward if recomputation.hands_on else durations.recompute
-            whole = duration(unit, self._plan.hooks.forward, self._plan.hooks.recomputation)
+            whole = duration(unit, self._plan.hooks.forward, self._plan.hooks.recomputation, self._awaited(task))
             results = self._shards.results(unit)
             names = frozenset(name for one in results for name in one.names)
             self._pass(task, durations.without_products(unit, whole, names) if names else whole)
@@ -230,7 +241,7 @@ class Compute:
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.units[unit], self._plan.units[unit]
         parts = self._shards.saved_parts(unit)
-        self._pass(task, durations.backward(unit, self._plan.hooks.backward))
+        self._pass(task, durations.backward(unit, self._plan.hooks.backward, self._awaited(task)))
         if unit and not (parts and plan.kept.leaves):  # otherwise it is part of what was fetched
             rests = plan.kept.leaves
             self._release(

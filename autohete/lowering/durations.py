@@ -15,6 +15,9 @@ Duration = Callable[[Profile], float]
 #: Operations of hooks: for each module, for each parameter tensor, and for each small one.
 Counts = tuple[float, float, float]
 _NONE: Counts = (0.0, 0.0, 0.0)
+#: Bytes of a copy from the host for which the thread that launches a pass waits, and whether they are pinned.
+Awaited = tuple[int, bool]
+NO_COPY: Awaited = (0, True)
 
 #: Keeps so many functions of a kind.
 _kept = lru_cache(maxsize=2**12)
@@ -22,36 +25,40 @@ _kept = lru_cache(maxsize=2**12)
 _COEFFICIENT_KERNELS = 5
 
 
-def _hooked(profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: Counts, more: float = 0.0) -> float:
+def _hooked(
+    profile: Profile, unit: int, seconds: float, host_seconds: float, hooks: Counts, awaited: Awaited, more: float = 0.0
+) -> float:
     """A pass of ``seconds``, of which the host needs ``host_seconds``, with so many operations of hooks for each module and
-    each parameter tensor, and ``more`` of them: the GPU waits only for what the host needs longer than it. A measured unit,
-    whose modules are not counted, has both in its times.
+    each parameter tensor, and ``more`` of them, and a copy that is ``awaited``: the GPU waits only for what the host needs
+    longer than it. A measured unit, whose modules are not counted, has both in its times.
     """
     costs = profile.units[unit]
     of_module, of_tensor, of_small = hooks
     operations = of_module * costs.modules + of_tensor * (costs.tensors - costs.small_tensors)
     operations += of_small * costs.small_tensors + more * (costs.modules > 0)
-    return max(seconds, min(host_seconds, seconds) + operations * profile.hardware.cpu.launch_seconds)
+    size, pinned = awaited
+    waited = profile.h2d_seconds(size, pinned=pinned) if size else 0.0
+    return max(seconds, min(host_seconds, seconds) + operations * profile.hardware.cpu.launch_seconds + waited)
 
 
 @_kept
-def forward(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
+def forward(unit: int, hooks: Counts = _NONE, more: float = 0.0, awaited: Awaited = NO_COPY) -> Duration:
     """A forward of ``unit``, or a recomputation that makes its output."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.forward_seconds, costs.forward_host_seconds, hooks, more)
+        return _hooked(profile, unit, costs.forward_seconds, costs.forward_host_seconds, hooks, awaited, more)
 
     return seconds
 
 
 @_kept
-def recompute(unit: int, hooks: Counts = _NONE, more: float = 0.0) -> Duration:
+def recompute(unit: int, hooks: Counts = _NONE, more: float = 0.0, awaited: Awaited = NO_COPY) -> Duration:
     """A recomputation of ``unit`` whose output is not needed."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.recompute_seconds, costs.forward_host_seconds, hooks, more)
+        return _hooked(profile, unit, costs.recompute_seconds, costs.forward_host_seconds, hooks, awaited, more)
 
     return seconds
 
@@ -69,12 +76,12 @@ def selective(unit: int, names: frozenset[str]) -> Duration:
 
 
 @_kept
-def backward(unit: int, hooks: Counts = _NONE) -> Duration:
+def backward(unit: int, hooks: Counts = _NONE, awaited: Awaited = NO_COPY) -> Duration:
     """A backward of ``unit``."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.backward_seconds, costs.backward_host_seconds, hooks)
+        return _hooked(profile, unit, costs.backward_seconds, costs.backward_host_seconds, hooks, awaited)
 
     return seconds
 

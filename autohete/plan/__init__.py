@@ -177,11 +177,14 @@ class Hooks:
         forward: in a forward or a recomputation.
         backward: in a backward.
         recomputation: in a recomputation, besides those of a forward, whatever the number of modules.
+        waits: the thread that launches a pass waits until the parameters that it needs have been copied from the host. So the
+            host does nothing else meanwhile, and not only the pass has to wait for its copy.
     """
 
     forward: tuple[float, float, float] = (0.0, 0.0, 0.0)
     backward: tuple[float, float, float] = (0.0, 0.0, 0.0)
     recomputation: float = 0.0
+    waits: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -35,7 +35,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, ByPriority, GpuUpdatesA
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
-from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
+from autohete.policies.several_gpus import ZERO3, shared, zero3_hooks
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -111,7 +111,7 @@ class DeepOptimizerStates:
                 host_pinned_buffer_bytes=unused + staged + profile.hardware.host.pinned(element * sum(parts)),
             ),
             flat_buffers=ZERO3,
-            hooks=ZERO3_HOOKS,
+            hooks=zero3_hooks(profile),
         )
 
 

@@ -27,7 +27,7 @@ from autohete.plan.rules import Barrier, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import check_place, combinations, if_several, place_names
-from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared, zero3_hooks
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
 
@@ -104,7 +104,7 @@ class MlpOffload:
                 host_optimizer_bytes=profile.optimizer_bytes + element + (element if mixed else 0),
             ),
             flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,
-            hooks=ZERO3_HOOKS,
+            hooks=zero3_hooks(profile),
         )
 
 

@@ -51,6 +51,13 @@ _FSDP2_UNITS = 2
 _BUCKETS = {1: 2, 2: 2, 3: 4}
 
 
+def zero3_hooks(profile: Profile) -> Hooks:
+    """The hooks of DeepSpeed's stage 3. On one GPU nothing is gathered, and the thread that launches a pass waits for copies of
+    its parameters (``NoGatherHandle.wait`` in ``partition_parameters.py``, since 2023-04).
+    """
+    return replace(ZERO3_HOOKS, waits=profile.hardware.gpus == 1)
+
+
 def fsdp2_buffers(profile: Profile) -> tuple[Rule, ...]:
     """The rule that backward of FSDP2 waits for a free buffer; none for one GPU."""
     return (Slots(Kind.REDUCE_GRADIENTS, _FSDP2_UNITS),) if profile.hardware.gpus > 1 else ()

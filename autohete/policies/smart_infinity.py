@@ -28,7 +28,7 @@ from autohete.plan.policy import Judge
 from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import check_place, combinations, place_names
-from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, shared
+from autohete.policies.several_gpus import ZERO3, shared, zero3_hooks
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -77,7 +77,7 @@ class SmartInfinity:
             # The host has the gradients in their own format (``grad_partitions_flat_buffer``), and the parameters.
             footprint=Footprint(host_optimizer_bytes=states + element, host_parameter_bytes=element),
             flat_buffers=ZERO3,
-            hooks=ZERO3_HOOKS,
+            hooks=zero3_hooks(profile),
         )
 
 

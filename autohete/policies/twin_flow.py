@@ -43,7 +43,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import sub_groups
-from autohete.policies.several_gpus import ZERO3, ZERO3_HOOKS, deepspeed_buckets, shared
+from autohete.policies.several_gpus import ZERO3, deepspeed_buckets, shared, zero3_hooks
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
@@ -185,7 +185,7 @@ class TwinFlow:
                 host_optimizer_bytes=12 if self.pin_memory else 16,
             ),
             flat_buffers=ZERO3,
-            hooks=ZERO3_HOOKS,
+            hooks=zero3_hooks(profile),
         )
 
 

@@ -32,7 +32,7 @@ from autohete.plan.rules import Barrier, BlockingCopies, UpdatesAfterBackward
 from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import check_place, combinations, if_several, place_names
-from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, ZERO3_HOOKS, shared
+from autohete.policies.several_gpus import ZERO3, ZERO3_ALL_REDUCE, shared, zero3_hooks
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 
@@ -100,7 +100,7 @@ class ZeroInfinity:
                 host_parameter_bytes=element,
             ),
             flat_buffers=ZERO3 if self.reduce_scatter else ZERO3_ALL_REDUCE,
-            hooks=ZERO3_HOOKS,
+            hooks=zero3_hooks(profile),
         )
 
 

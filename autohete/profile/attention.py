@@ -102,8 +102,8 @@ MASK_READS: dict[FusedAttention, tuple[float, float]] = {
     FusedAttention.EFFICIENT: (1.4, 1.0),
     FusedAttention.CUDNN: (2.4, 1.5),
 }
-#: Rates of the others as shares of FlashAttention 2's, on an A100 [2], with heads of 256 as above. cuDNN on Ampere, Ada and GeForce has the same algorithm
-#: (its documentation), and no public rates.
+#: Rates of the others as shares of FlashAttention 2's, on an A100 [2], with heads of 256 as above. cuDNN on Ampere, Ada and
+#: GeForce has the same algorithm (its documentation), and no public rates.
 _SHARES: dict[FusedAttention, tuple[_BySize, _BySize]] = {
     FusedAttention.FA1: ((0.62, 0.40, 0.40),) * 2,
     FusedAttention.TRITON: ((0.57, 0.47, 0.47),) * 2,

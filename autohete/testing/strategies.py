@@ -399,7 +399,8 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
         hooks=Hooks(
             (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
             (dice.whole(0, 60), dice.whole(0, 9), dice.whole(0, 9)),
-            dice.whole(0, 9),
+            more := dice.whole(0, 9),
+            waits=more % 2 == 0,
         ),
         sums_whole=dice.flip(),
         holds_inputs=dice.flip(),

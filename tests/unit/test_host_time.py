@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware, load_hardware
-from autohete.lowering import durations
+from autohete.lowering import durations, lower
 from autohete.plan import Hooks
 from autohete.policies import parse_policy
 from autohete.policies.several_gpus import ZERO3_HOOKS
 from autohete.profile import Profile, analytic_profile
-from autohete.simulate import simulate
+from autohete.schedule import Kind, TaskId
+from autohete.simulate import judge_for, simulate
 from autohete.testing import strategies
 from autohete.workload import Kernels, Workload
 from autohete.workload.config import read_model
@@ -98,6 +99,30 @@ def test_one_gpu_has_hooks_only_under_deepspeed() -> None:
         for flags in ("", ",zero_stage=3", ",zero_stage=3,deepspeed")
     )
     assert plain == sharded < hooked
+
+
+def test_a_host_that_waits_for_a_copy_runs_no_hooks_meanwhile() -> None:
+    """On one GPU a short forward under ZeRO-3 takes as much longer as the copy of the block takes; a long one does not, nor
+    does any where several GPUs gather, or the parameters stay.
+    """
+    node = replace(A100, gpu=replace(A100.gpu, memory_bytes=10**12))
+    long = replace(LLAMA, batch_size=4, sequence_length=4096)
+
+    def forward(workload: Workload, policy: str, gpus: int = 1) -> tuple[float, float, Profile]:
+        """With hooks that wait, and without."""
+        profile = analytic_profile(workload, node.shared_by(gpus))
+        plan = parse_policy(policy).plan(profile, judge_for(profile))
+        plain = replace(plan, hooks=replace(plan.hooks, waits=False))
+        schedules = (lower(profile, one).tasks for one in (plan, plain))
+        both = [next(t.duration_ns for t in tasks if t.id == TaskId(Kind.FORWARD, 1)) for tasks in schedules]
+        return both[0] * 1e-9, both[1] * 1e-9, profile
+
+    offload = "zero3_offload:checkpointing=full"
+    waiting, plain, profile = forward(SHORT, offload)
+    assert waiting - plain == pytest.approx(profile.h2d_seconds(profile.parameter_bytes(1)), abs=2e-9)
+    for others in ((long, offload), (SHORT, offload, 2), (SHORT, "twin_flow:checkpointing=full")):
+        waiting, plain, _ = forward(*others)
+        assert waiting == plain
 
 
 @pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
