@@ -73,6 +73,7 @@ LOOKS = {
     "slideformer": SystemLook("SlideFormer", SKY, "3", "-."),
     "megatron_hybrid": SystemLook("Megatron-LM, CPU offload", YELLOW, "X", ":"),
     "superoffload": SystemLook("SuperOffload", "#8C564B", "s", "--"),
+    "zenflow": SystemLook("ZenFlow", PURPLE, "d", "-."),
     "smart_infinity": SystemLook("Smart-Infinity", INDIGO, "*", ":"),
     "twin_flow": SystemLook("Twin-Flow", YELLOW, "P", "--"),
     "deep_optimizer_states": SystemLook("Deep Optimizer States", GREEN, "*", "--", "\\\\\\"),

@@ -22,7 +22,6 @@ _AUTO = "auto"
 _CLIPPED = 1.0
 #: Parts of DeepSpeed that change what is moved, and that no policy here has.
 _NOT_MODELLED = (
-    "zenflow",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
     "zero_quantized_gradients",
@@ -143,6 +142,11 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
             f"stage {stage} with the optimizer on {where} and parameters on {rest} is not simulated: give one of "
             + "; ".join(f"stage {one}, {two}, {three}" for one, two, three in _READERS)
         )
+    flow = _section(zero, "zenflow")
+    if flow and _READERS[stage, where, rest] != "zero_offload":
+        raise InputError(
+            "zero_optimization.zenflow is simulated for stage 2 with the optimizer on cpu: give these, or leave it out"
+        )
     bucket = {"bucket_size": _bucket(zero, hidden_size)}
     pinned = {"pin_memory": _switch(optimizer, "pin_memory", True)}
     if optimizer.get("super_offload"):
@@ -152,6 +156,8 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
         return name, {} if stage == 0 else {"zero_stage": str(int(stage)), "deepspeed": "on"}
     if name == "zero_offload":
         always = version in (DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3)
+        if flow:
+            return "zenflow", bucket | _zenflow(flow)
         unsaid = "pin_memory" not in optimizer  # the version's own default
         return name, bucket | {"deepspeed": version.value} | ({} if always or unsaid else pinned)
     if name == "zero_infinity":
@@ -172,6 +178,30 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
     distance = 0 if rest == "none" else math.ceil(_number(zero, "stage3_max_reuse_distance", 1e9) / MILLION)
     reuse = {"reuse_distance": str(distance)} if distance else {}
     return name, {"offload_param": "off" if rest == "none" else "on"} | pinned | pins | bucket | reuse
+
+
+def _zenflow(flow: Mapping[str, Any]) -> dict[str, str]:
+    """The flags that a section ``zenflow`` means."""
+    ratio = _number(flow, "topk_ratio", 0.1)
+    if ratio > 1:
+        raise InputError(f"zenflow.topk_ratio is {ratio}: give a share of the columns, from 0 to 1")
+    if flow.get("offload"):
+        raise InputError("zenflow.offload is not simulated: leave it out")
+    return {"topk_ratio": str(math.ceil(100 * ratio - 1e-9)), "overlap_step": _switch(flow, "overlap_step", False)}
+
+
+def _update_interval(config: Mapping[str, Any]) -> int | None:
+    """The steps of ZenFlow between two updates by the CPU, which are micro-batches; None: it is not asked for."""
+    flow = _section(_section(config, "zero_optimization"), "zenflow")
+    if not flow:
+        return None
+    interval = flow.get("update_interval", _AUTO)
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise InputError(
+            f"zenflow.update_interval is {json.dumps(interval)[:40]}: what DeepSpeed finds while it trains is not simulated, so "
+            "give a whole number, 1 or more"
+        )
+    return interval
 
 
 #: The policy for each stage, place of the optimizer and place of the parameters.
@@ -203,6 +233,8 @@ def _training(config: Mapping[str, Any], gpus: int, version: DeepSpeed) -> dict[
     if optimizer not in ("Adam", "AdamW", "adam", "adamw"):
         raise InputError(f"optimizer.type is {json.dumps(optimizer)[:40]}: Adam and AdamW are simulated")
     training: dict[str, Any] = dict(_batch(config, gpus))
+    if interval := _update_interval(config):
+        training["micro_batches"] = interval
     clip = config.get("gradient_clipping", _CLIPPED if version is DeepSpeed.V2026 else 0.0)
     clip = _CLIPPED if clip == _AUTO else _number({"gradient_clipping": clip}, "gradient_clipping", 0)
     training["clip_norm"] = clip or None

@@ -76,12 +76,13 @@ def selective(unit: int, names: frozenset[str]) -> Duration:
 
 
 @_kept
-def backward(unit: int, hooks: Counts = _NONE, awaited: Awaited = NO_COPY) -> Duration:
-    """A backward of ``unit``."""
+def backward(unit: int, hooks: Counts = _NONE, awaited: Awaited = NO_COPY, extra_bytes: float = 0.0) -> Duration:
+    """A backward of ``unit``, with kernels that access so many bytes of the GPU's memory besides."""
 
     def seconds(profile: Profile) -> float:
         costs = profile.units[unit]
-        return _hooked(profile, unit, costs.backward_seconds, costs.backward_host_seconds, hooks, awaited)
+        busy = costs.backward_seconds + (profile.gpu_memory_seconds(extra_bytes) if extra_bytes else 0.0)
+        return _hooked(profile, unit, busy, costs.backward_host_seconds, hooks, awaited)
 
     return seconds
 

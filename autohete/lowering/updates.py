@@ -56,8 +56,11 @@ class Updates:
         self._builder, self._profile, self._plan, self._shards = builder, profile, plan, shards
         self._clipping, self._copies, self._mine = clipping, copies, mine
         self._last = builder.passes[-1].micro_batch
-        #: Whether the host has a second copy of parameters and gradients: see ``Plan.delayed``.
-        self._has_two_copies = plan.delayed and plan.dealt is not None
+        #: Whether the host has a second copy of parameters, and of gradients: see ``Plan.delayed``.
+        self._has_two_parameters = plan.delayed and plan.dealt is not None
+        #: Whether a delayed update takes sums of micro-batches that the host adds up.
+        self._sums_delayed = plan.delayed and plan.dealt is None and self._last > 0
+        self._has_two_gradients = self._has_two_parameters or self._sums_delayed
         #: Elements of a matrix that two ranks train, and these ranks.
         self._copied = copied_parameters(profile, plan)
         self._outer = tuple((unit.rank or 0) * shards.gpus for unit in (plan.units[0], plan.units[-1]))
@@ -80,7 +83,7 @@ class Updates:
         if self.waits_for_other_rank(unit):
             self._sum_copies(unit)
         leaves, norm_on = self._plan.units[unit].update.on is not Processor.GPU, self._clipping.norm_on(unit)
-        if leaves and self._plan.delayed:
+        if leaves and self._plan.delayed and not self._sums_delayed:
             self._cpu_update(unit)
         if norm_on is Processor.GPU:
             self._clipping.norm(unit)
@@ -115,6 +118,8 @@ class Updates:
         unit, micro_batch = backward.unit, backward.micro_batch
         if self._shards.is_frozen(unit):
             return
+        if self._sums_delayed and not micro_batch:  # it takes the sums of the iteration before
+            self._cpu_update(unit)
         if self._plan.units[unit].accumulates_on_host or self._shards.reduces_each(unit):
             self._reduce_gradients(unit, micro_batch)
         elif self._plan.flat_buffers.adds_whole:
@@ -256,7 +261,7 @@ class Updates:
             self._write_gradients(copy, written)
             return
         if not (micro_batch and plan.accumulates_on_host):
-            if self._has_two_copies:
+            if self._has_two_gradients:
                 b.renew(copy, Value.GRADIENTS, unit, HOST_MEMORY)
                 b.after(copy, TaskId(Kind.CPU_UPDATE, unit), back=1)
             else:
@@ -292,7 +297,7 @@ class Updates:
         self._clipping.scale(update)
         if home := self._copies.find(Kind.WRITE_PARAMETERS, unit):
             b.make(update, passing_parameters(self._profile, unit, Kind.WRITE_PARAMETERS), home.size_bytes)
-        elif self._has_two_copies:
+        elif self._has_two_parameters:
             b.renew(update, Value.PARAMETERS, unit, HOST_MEMORY)
         else:
             b.write(update, Value.PARAMETERS, unit, HOST_MEMORY)

@@ -210,6 +210,8 @@ class Plan(Hashed):
             needs no extra pass.
         footprint: additional memory that the system holds.
         flat_buffers: what its collectives need besides.
+        gradient_bytes: traffic of the GPU's memory for each trained parameter, of kernels that the system runs on each gradient
+            as soon as backward has made it.
         hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         dealt: stages that ranks are dealt in turn. Then no unit names its rank, and all micro-batches pass a stage before the
@@ -222,7 +224,8 @@ class Plan(Hashed):
         holds_inputs: the input of a recomputed unit with frozen parameters, and the gradient of that input, stay until the
             backward of the micro-batch ends. Otherwise each is freed by the pass that needs it last.
         delayed: a CPU update uses the gradients of the previous iteration (stale; changes the mathematics). With dealt stages
-            the host has two copies of parameters and of gradients, one to update and one to copy from or to.
+            the host has two copies of parameters and of gradients, one to update and one to copy from or to; with several
+            micro-batches, whose gradients it adds up, two of gradients.
         memory_waits: the plan fits only with extra waits, which cost time; :func:`autohete.simulate.simulate_plan` adds them.
         bound_seconds: lower bound of the iteration time over all plans that the policy could have chosen, proved by its
             planner. None: the policy does not search. Not part of equality: it rates the plan and does not define it.
@@ -237,6 +240,7 @@ class Plan(Hashed):
     scales_gradients: bool = False
     footprint: Footprint = Footprint()
     flat_buffers: FlatBuffers = FlatBuffers()
+    gradient_bytes: float = 0
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     dealt: DealtStages | None = None
@@ -278,6 +282,7 @@ class Plan(Hashed):
             )
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
+        _check_size("gradient_bytes", self.gradient_bytes)
 
     def _check_ranks(self) -> None:
         ranks = [unit.rank for unit in self.units]

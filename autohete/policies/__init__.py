@@ -83,7 +83,7 @@ UPDATE_ON_CPU = (
 #: Those whose plan another system finds sooner: who asks all systems leaves them out.
 FOUND_SOONER = ("checkmate",)
 #: Those that train with stale parameters unless told otherwise: an answer compares what trains alike, so it leaves them out.
-STALE = ("roundpipe",)
+STALE = ("roundpipe", "zenflow")
 #: Those whose gradients take the place of the parameters.
 CANNOT_ACCUMULATE = ("patrickstar",)
 

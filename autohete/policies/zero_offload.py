@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from autohete.errors import InputError, check_fields
 from autohete.plan import Activations, Footprint, Format, Plan, Processor, Route, UnitPlan, Update
@@ -142,9 +143,10 @@ class ZeroOffload:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
-        return with_checkpointing(self.checkpointing, lambda activations: self._plan(profile, activations), profile, judge)
+        return with_checkpointing(self.checkpointing, partial(self.with_activations, profile), profile, judge)
 
-    def _plan(self, profile: Profile, activations: Activations) -> Plan:
+    def with_activations(self, profile: Profile, activations: Activations) -> Plan:
+        """The plan with given activations."""
         element, mixed, workload = profile.element_bytes, traffic.is_mixed(profile), profile.workload
         version = _VERSIONS[self.deepspeed]
         tiles = version.tiles_bytes is not None and workload.precision is Precision.FP16

@@ -351,10 +351,12 @@ def gradient_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
         for task, reduce in reduced.items():
             taken_by = task._replace(kind=Kind.OFFLOAD_GRADIENTS) if decisions.accumulates_on_host else copy
             faults += chain_faults(paths, (reduce, 0), (taken_by, 0))
-        faults += chain_faults(paths, (first, 0), (copy, 0), (update, int(plan.delayed)), (copy, 1))
+        late = int(plan.delayed)
+        reused = 1 + (plan.delayed and micro_batches > 1)  # beside what an update takes, sums have a copy of their own
+        faults += chain_faults(paths, (first, 0), (copy, 0), (update, late), (copy, reused))
         for other, arrived in zip(others, added, strict=True):
             addition = other._replace(kind=Kind.ACCUMULATE)
-            faults += chain_faults(paths, (other, 0), (arrived, 0), (addition, 0), (update, 0))
+            faults += chain_faults(paths, (other, 0), (arrived, 0), (addition, 0), (update, late))
             faults += chain_faults(paths, (copy, 0), (addition, 0))
         if decisions.update.share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += [fault for task in reduced.values() for fault in chain_faults(paths, (task, 0), (also, 0))]
@@ -397,6 +399,8 @@ def clipping_faults(profile: Profile, plan: Plan, schedule: Schedule) -> list[st
             summed = decisions.accumulates_on_host and last > 0
             complete.append(TaskId(Kind.ACCUMULATE if summed else Kind.OFFLOAD_GRADIENTS, unit, last))
             overwrites = [(TaskId(Kind.OFFLOAD_GRADIENTS, unit, 0 if summed else last), 1)]
+            if summed and plan.delayed:  # the copy after the next overwrites them, which waits for their update
+                overwrites = []
         if decisions.update.share and (also := TaskId(Kind.GPU_UPDATE, unit)) in paths.tasks:
             faults += chain_faults(paths, (clip, 0), (also, 0), (clip, 1))
         stale = int(not on_gpu and plan.delayed)

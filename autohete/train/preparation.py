@@ -173,6 +173,16 @@ class Preparation:
                 f"there is a {name}, but {plan.policy} delays updates, and a saved state does not record the scale of waiting "
                 f"gradients: leave {name} out, or choose a policy that does not delay updates"
             )
+        if plan.delayed and options.micro_batches > 1:
+            raise InputError(
+                f"{plan.policy} delays updates, for which a Trainer has one copy of the gradients: use one micro-batch, or "
+                "choose a policy that does not delay updates"
+            )
+        if plan.gradient_bytes:
+            raise InputError(
+                f"{plan.policy} does more with gradients than update with all of them, as a Trainer does: choose another "
+                "policy, such as zero_offload"
+            )
         has_masters = options.recipe.updates.has_masters
         replacing = [
             i

@@ -361,6 +361,20 @@ def test_two_of_three_batch_sizes_give_the_third(keys: dict[str, Any], sizes: tu
     assert (read.training.get("batch_size"), read.training.get("micro_batches")) == sizes
 
 
+ZERO_OFFLOAD: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_zenflow_counts_its_steps_as_micro_batches() -> None:
+    """What DeepSpeed accumulates over is its update interval, whatever the file says; defaults are DeepSpeed's."""
+    flow = {"topk_ratio": 0.05, "update_interval": 4, "overlap_step": True}
+    text = configuration(ZERO_OFFLOAD | {"zenflow": flow}, gradient_accumulation_steps=1)
+    read = read_deepspeed(text, gpus=2, hidden_size=64)
+    assert read.policy == "zenflow:bucket_size=500,topk_ratio=5,overlap_step"
+    assert (read.training["batch_size"], read.training["micro_batches"]) == (2, 4)
+    plain = read_deepspeed(configuration(ZERO_OFFLOAD | {"zenflow": {"update_interval": 2}}), gpus=1, hidden_size=64)
+    assert plain.policy == "zenflow:bucket_size=500,topk_ratio=10,overlap_step=off"
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -368,7 +382,10 @@ def test_two_of_three_batch_sizes_give_the_third(keys: dict[str, Any], sizes: tu
         ("[]", "holds no JSON object"),
         ('{"zero_optimization": 3}', "zero_optimization is 3: give an object"),
         (configuration({"stage": 1, "offload_optimizer": {"device": "cpu"}}), "stage 1 with the optimizer on cpu"),
-        (configuration({"stage": 2, "zenflow": {"topk_ratio": 0.1}}), "zero_optimization.zenflow is not simulated"),
+        (configuration({"stage": 2, "zenflow": {"topk_ratio": 0.1}}), "zenflow is simulated for stage 2 with the optimizer on"),
+        (configuration(ZERO_OFFLOAD | {"zenflow": {"topk_ratio": 2}}), "zenflow.topk_ratio is 2"),
+        (configuration(ZERO_OFFLOAD | {"zenflow": {"offload": True}}), "zenflow.offload is not simulated"),
+        (configuration(ZERO_OFFLOAD | {"zenflow": {"update_interval": "auto"}}), 'zenflow.update_interval is "auto"'),
         (configuration({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}), "ratio is 2"),
         (configuration({"stage": True}), "stage is true: give a number"),
         (configuration({"stage": 2.5}), "stage 2.5 with the optimizer on none"),
