@@ -198,8 +198,8 @@ def _update_interval(config: Mapping[str, Any]) -> int | None:
     interval = flow.get("update_interval", _AUTO)
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
         raise InputError(
-            f"zenflow.update_interval is {json.dumps(interval)[:40]}: what DeepSpeed finds while it trains is not simulated, so "
-            "give a whole number, 1 or more"
+            f"zenflow.update_interval is {json.dumps(interval)[:40]}: what DeepSpeed finds while it trains is not simulated, "
+            "so give a whole number, 1 or more"
         )
     return interval
 
