@@ -61,10 +61,8 @@ class ZenFlow:
         check_fields(self)
         if not 0 <= self.topk_ratio <= 100:
             raise InputError(f"zenflow:topk_ratio={self.topk_ratio} must be between 0 and 100 percent")
-        self._offload()
-
-    def _offload(self) -> ZeroOffload:
-        return ZeroOffload(self.checkpointing, bucket_size=self.bucket_size, delayed_update=self.overlap_step)
+        if not 1 <= self.bucket_size <= 100_000:
+            raise InputError(f"zenflow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[ZenFlow]:
@@ -76,7 +74,8 @@ class ZenFlow:
         return with_checkpointing(self.checkpointing, partial(self._plan, profile), profile, judge)
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
-        plan, chosen = self._offload().with_activations(profile, activations), self.topk_ratio / 100
+        offload = ZeroOffload(self.checkpointing, bucket_size=self.bucket_size, delayed_update=self.overlap_step)
+        plan, chosen = offload.with_activations(profile, activations), self.topk_ratio / 100
         trained, footprint = sum(unit.trained_parameters for unit in profile.units), plan.footprint
         held = round(_HELD * chosen * profile.element_bytes * trained)
         return replace(

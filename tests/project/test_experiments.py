@@ -162,6 +162,7 @@ TOO_LARGE = {
     "four RTX PRO 6000": ("7B in fp8, 8 x 16",),
     "eight RTX PRO 6000": ("7B in fp8, 4 x 16",),
 }
+BOUND, IN_FOUR = "ZeRO-Offload with bound cores, two A100-40GB", "ZenFlow, an update of the CPU in four steps"
 #: What is off by more than a quarter, or on the other side of a limit; docs/results.md says why.
 DISAGREE = {
     ("Deep Optimizer States", f"four GPUs, 13B, 40 x 5120: {ASYNCHRONOUSLY}", "backward"),
@@ -181,7 +182,7 @@ DISAGREE = {
     *((NVME, f"{STAGE_3}, {size}", "backward") for size in ("40B", "52B", "70B")),
     *((NVME, f"MLP-Offload, {size}", "backward") for size in ("52B", "70B", "100B")),
     *((NVME, "MLP-Offload, 52B", figure) for figure in ("step", "iteration")),
-    ("ZeRO-Offload with bound cores, two A100-40GB", "bound", "iteration"),
+    *((BOUND, row, "iteration") for row in ("bound", "1.5B, ZeRO-Offload", IN_FOUR, f"1.5B, {IN_FOUR}")),
     ("RoundPipe, baselines on 8 A800", "FSDP, qwen3-32b, one sequence", "longest_sequence"),
     *((f"LLMQ, {where}", row, "fits") for where, rows in TOO_LARGE.items() for row in rows),
 }
