@@ -33,9 +33,6 @@ _KERNELS, _DEQUANTISE_KERNELS = (4, 6), 3
 #: cast to 8, mask, subtract the zeros and multiply by the scales. Bytes that these read and write for each weight besides the
 #: result: 1/2 and 4, 4 and 1, 1 and 1, 1 and 1, 1. Bytes that exist at a time: a shifted and a cast weight.
 _GPTQ_KERNELS, _GPTQ_BYTES, _GPTQ_HELD = 9, 14.5, 5
-#: Of these bytes, those of the three kernels that spread a smaller operand over the weights (shift, subtract, multiply), and
-#: their accesses for each weight: such kernels compute an address for each access, and are not vectorised.
-_GPTQ_SPREAD_BYTES, _GPTQ_SPREAD_ACCESSES = 7.5, 9
 #: Of an element of a mask of dropout.
 _MASK_BYTES = 1
 
@@ -144,11 +141,7 @@ def _prepared_casts(workload: Workload, unit: int) -> int:
 
 
 def additions(
-    workload: Workload,
-    unit: int,
-    product_seconds: Callable[[Product, bool], tuple[float, float]],
-    bandwidth: float,
-    access_seconds: float,
+    workload: Workload, unit: int, product_seconds: Callable[[Product, bool], tuple[float, float]], bandwidth: float
 ) -> Additions:
     """Return the cost that adapters and quantisation add to ``unit``.
 
@@ -157,7 +150,6 @@ def additions(
         unit: counted from 0.
         product_seconds: time of a product forward and backward; True: in fp32.
         bandwidth: of the GPU's memory in bytes/s.
-        access_seconds: least time of an access to an element in an elementwise kernel.
     """
     element, tokens, layers = workload.precision.element_bytes, workload.tokens, workload.adapted_layers(unit)
     times = [product_seconds(product, workload.adapters is Adapters.CAST) for product in workload.adapter_products(unit)]
@@ -171,8 +163,7 @@ def additions(
     read, held, kernels, passes = (
         (_GPTQ_BYTES, _GPTQ_HELD, _GPTQ_KERNELS, (1, 0)) if gptq else (float(NF4_BYTES), element, _DEQUANTISE_KERNELS, (1, 1))
     )
-    waits = max(0.0, _GPTQ_SPREAD_ACCESSES * access_seconds - (_GPTQ_SPREAD_BYTES + element) / bandwidth) * gptq
-    dequantised = workload.quantised_parameters(unit) * ((read + element) / bandwidth + waits)
+    dequantised = workload.quantised_parameters(unit) * (read + element) / bandwidth
     casts = ((element + _FP32_BYTES) * cast + _prepared_casts(workload, unit) * tokens) / bandwidth
     drops = workload.training.lora is not None and workload.training.lora.dropout > 0
     dropped = drops * (2 * (4 if _drops_fp32(workload) else element) + _MASK_BYTES) * tokens * inputs / bandwidth

@@ -53,12 +53,11 @@ class Rates:
         self.flops = self.flops_32bit if full else gpu.peak_16bit_flops * gpu.gemm_efficiency
         self.flops_8bit = (gpu.peak_8bit_flops or 0.0) * gpu.gemm_efficiency
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
+        self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors, self.capability = gpu.multiprocessors, gpu.compute_capability
         self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
         self.element = workload.compute_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
-        # Instructions/s of all lanes: a multiply-add is two FLOPs.
-        self.access_seconds = self.kernels.instructions / (gpu.peak_32bit_flops / 2)
 
     def _gemm_seconds(
         self,

@@ -280,7 +280,7 @@ class _Roofline(Rates):
         bytes_of_scores = total(f"{direction}_scores") * self.element + total("kept_score_mask")
         traffic = (bytes_of_hidden * hidden + bytes_of_scores * scores) / self.bandwidth
         accesses = (total(direction) + casts + fp32) * hidden + total(f"{direction}_scores") * scores
-        return max(traffic, accesses * self.access_seconds)
+        return max(traffic, accesses * self.kernels.instructions / self.lanes)
 
     def unit(self, unit: int) -> UnitProfile:
         w, element, role = self.workload, self.element, self.workload.role(unit)
@@ -319,8 +319,7 @@ class _Roofline(Rates):
             part, scores = self._part(unit), self._scores(unit)
             total = part.total
             gemm, gemm_backward = self._products_seconds(unit)
-            added = additions(w, unit, self._product_seconds, self.bandwidth, self.access_seconds)
-            added += expert_loop(w, unit, self.bandwidth)
+            added = additions(w, unit, self._product_seconds, self.bandwidth) + expert_loop(w, unit, self.bandwidth)
             casts, frozen = self._cast_count(unit), not w.has_base_gradients(unit)
             forward_kernels = total("forward_kernels") + added.forward_kernels + casts
             backward_kernels = total("backward_kernels") + added.backward_kernels + casts * (not frozen)

@@ -13,15 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
 from autohete.profile import analytic_profile
-from autohete.profile.adapters import (
-    _GPTQ_BYTES,
-    _GPTQ_HELD,
-    _GPTQ_KERNELS,
-    _GPTQ_SPREAD_ACCESSES,
-    _GPTQ_SPREAD_BYTES,
-    additions,
-)
-from autohete.profile.rates import Rates
+from autohete.profile.adapters import _GPTQ_BYTES, _GPTQ_HELD, _GPTQ_KERNELS
 from autohete.tracing.on_cuda import PRODUCTS
 from autohete.workload import Kernels
 from autohete.workload.config import read_model
@@ -58,10 +50,6 @@ def test_dequantising_takes_what_is_counted() -> None:
     assert counter.kernels(backward=False) == _GPTQ_KERNELS
     assert touched / count == pytest.approx(_GPTQ_BYTES + 2, rel=0.02)
     assert counter.peak_bytes / count == pytest.approx(_GPTQ_HELD, rel=0.02)
-    spread = [call.touched for call in counter.calls if len({n for n, _ in call.touched}) > 1 and call.touched[-1][0] == count]
-    assert 3 * len(spread) == _GPTQ_SPREAD_ACCESSES
-    touched = sum(n * size for call in spread for n, size in call)
-    assert touched / count == pytest.approx(_GPTQ_SPREAD_BYTES + 2, rel=0.02)
     kept = []
     with saved_tensors_hooks(lambda one: kept.append(one.numel()), lambda one: one), counting() as counter:
         torch.empty(8, ROWS, dtype=torch.float16, device="meta", requires_grad=True) @ made
@@ -81,24 +69,6 @@ def test_a_base_in_gptq_keeps_its_dequantised_weights() -> None:
     assert after.forward_seconds > before.forward_seconds
     assert after.backward_seconds < before.backward_seconds
     assert after.frozen_bytes == pytest.approx(count * float(GPTQ_BYTES), rel=0.01)
-
-
-def test_addresses_of_spread_operands_take_time() -> None:
-    """Where they take longer than memory: nine accesses of 23 instructions a weight on an A100, and memory for the rest."""
-    plain = replace(read_model("llama-3.1-8b"), batch_size=1, sequence_length=1)
-    gptq = replace(plain, training=Training(Lora(1, targets=("v_proj",), quantised=True, prepared=False, gptq=True)))
-    gpu = load_hardware("a100-40gb-epyc7713").gpu
-    memory = gpu.memory_bandwidth * gpu.memory_efficiency
-    count = gptq.quantised_parameters(1)
-    for kernels, spread in ((Kernels.FUSED, 9.5 / memory), (Kernels.EAGER_FLASH, 9 * 23 * 2 / gpu.peak_32bit_flops)):
-        added = additions(
-            replace(gptq, kernels=kernels),
-            1,
-            lambda *_: (0.0, 0.0),
-            memory,
-            Rates(replace(gptq, kernels=kernels), gpu, 0.0).access_seconds,
-        )
-        assert added.forward_seconds == pytest.approx(count * (spread + 7 / memory), rel=0.01)
 
 
 def test_gptq_is_a_way_to_quantise() -> None:

@@ -161,7 +161,7 @@ def accessed_bytes(profile: Profile) -> tuple[float, float]:
     """Bytes that the elementwise kernels of a block access, forward and backward, without attention and dequantisation."""
     workload = profile.workload
     roofline = _Roofline(workload, replace(profile.hardware.gpu, memory_bandwidth=1.0, memory_efficiency=1.0), 0.0)
-    added = additions(workload, 1, lambda product, fp32: (0.0, 0.0), 1.0, 0.0)
+    added = additions(workload, 1, lambda product, fp32: (0.0, 0.0), 1.0)
     whole = roofline._part(1)
     part = replace(whole, operations=tuple(one for one in whole.operations if one.name != FLASH))
     dequantised = workload.quantised_parameters(1) * (NF4_BYTES + 2)
