@@ -89,7 +89,7 @@ class TracedRoofline(Rates):
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
                 seconds += count * self._gemm_seconds(m, n, k, matrices)
-        return seconds + max(traffic / self.bandwidth, accesses * self.access_seconds)
+        return seconds + max(traffic / self.bandwidth, accesses * self.kernels.instructions / self.lanes)
 
     def _saved(self, unit: TracedUnit) -> Iterator[SavedTensors]:
         """What the unit keeps besides its input; tensors that are made again together are one."""
