@@ -34,7 +34,7 @@ from autohete.lowering.tied import copied_parameters, on_one_rank, with_copy
 from autohete.lowering.transfers import Transfers
 from autohete.lowering.updates import Updates
 from autohete.lowering.waits import CycleError, explained
-from autohete.plan import Activations, DealtStages, PassOrder, Plan, Processor, Route, UnitPlan
+from autohete.plan import Activations, DealtStages, PassOrder, Plan, Processor, Route
 from autohete.plan.rules import Rule
 from autohete.profile import LONGEST_TASK_SECONDS, Profile
 from autohete.quantities import format_bytes
@@ -410,12 +410,9 @@ def _resident_of_ranks(plan: Plan, resident: Sequence[Buffer], ranks: Ranks) -> 
         yield from (ranks.buffer(buffer, rank) for rank in some)
 
 
-def _trained(profile: Profile, plan: Plan) -> list[UnitPlan]:
-    return [unit for i, unit in enumerate(plan.units) if not profile.units[i].is_frozen]
-
-
 def _check_accumulation(profile: Profile, plan: Plan) -> None:
-    if plan.delayed and plan.dealt is None and not all(unit.accumulates_on_host for unit in _trained(profile, plan)):
+    on_gpu = (not (unit.accumulates_on_host or profile.units[i].is_frozen) for i, unit in enumerate(plan.units))
+    if plan.delayed and plan.dealt is None and any(on_gpu):
         raise InputError(
             "a delayed update and the sums of several micro-batches need copies of their own, which only the host has: let the "
             "CPU update all units and add up their gradients, or use one micro-batch"

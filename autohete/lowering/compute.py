@@ -105,14 +105,12 @@ class Compute:
 
     def _awaited(self, task: TaskId) -> Awaited:
         """The copy of parameters for which the host waits before it launches the rest of a pass, if it does."""
-        unit, route = task.unit, self._plan.units[task.unit].parameters
-        if not (self._plan.hooks.waits and route.leaves):
+        unit, micro_batch, forward = task.unit, task.micro_batch, task.kind is Kind.FORWARD
+        fetch = Kind.PREFETCH_FORWARD if forward else Kind.PREFETCH_BACKWARD
+        first = forward or task == self._builder.first_backward(unit, micro_batch)
+        if not (self._plan.hooks.waits and first and self._builder.find(fetch, unit, micro_batch)):
             return NO_COPY
-        if task.kind is Kind.FORWARD:
-            comes = not route.stays_after_backward
-        else:
-            comes = not route.stays_after_forward and task == self._builder.first_backward(unit, task.micro_batch)
-        return (self._shards.kept_bytes(unit), route.carried.pinned) if comes else NO_COPY
+        return self._shards.kept_bytes(unit), self._plan.units[unit].parameters.carried.pinned
 
     def _parts(self, unit: int) -> tuple[SavedPart, ...]:
         """The parts of what a forward that does not recompute everything keeps."""

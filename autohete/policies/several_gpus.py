@@ -63,6 +63,12 @@ def fsdp2_buffers(profile: Profile) -> tuple[Rule, ...]:
     return (Slots(Kind.REDUCE_GRADIENTS, _FSDP2_UNITS),) if profile.hardware.gpus > 1 else ()
 
 
+def check_bucket_size(policy: str, bucket_size: int) -> None:
+    """Refuse a ``reduce_bucket_size``, in millions of elements, that no training has."""
+    if not 1 <= bucket_size <= 100_000:
+        raise InputError(f"{policy}:bucket_size={bucket_size} must be between 1 and 100000 million elements")
+
+
 def deepspeed_buckets(profile: Profile, zero_stage: int, bucket_elements: float) -> tuple[Rule, ...]:
     """The rule that backward of DeepSpeed waits for a free bucket; none for one GPU, or if the buckets hold all gradients. A
     place is a unit here: there are as many as fill the buckets, but two at least.

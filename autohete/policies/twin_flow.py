@@ -43,7 +43,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import sub_groups
-from autohete.policies.several_gpus import ZERO3, deepspeed_buckets, shared, zero3_hooks
+from autohete.policies.several_gpus import ZERO3, check_bucket_size, deepspeed_buckets, shared, zero3_hooks
 from autohete.policies.too_large import surely_exceeds_gpu
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, Kind
@@ -78,8 +78,7 @@ class TwinFlow:
             )
         if self.ratio is not None and not 0 <= self.ratio <= 100:
             raise InputError(f"twin_flow:ratio={self.ratio} must be between 0 and 100 percent of the parameters")
-        if not 1 <= self.bucket_size <= 100_000:
-            raise InputError(f"twin_flow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        check_bucket_size("twin_flow", self.bucket_size)
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise InputError(f"twin_flow:sub_group_size={self.sub_group_size} must be at least 1 element, or left out")
 

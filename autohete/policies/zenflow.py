@@ -29,6 +29,7 @@ from autohete.plan import Activations, Plan, UnitPlan
 from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
+from autohete.policies.several_gpus import check_bucket_size
 from autohete.policies.zero_offload import ZeroOffload
 from autohete.profile import Profile
 
@@ -61,8 +62,7 @@ class ZenFlow:
         check_fields(self)
         if not 0 <= self.topk_ratio <= 100:
             raise InputError(f"zenflow:topk_ratio={self.topk_ratio} must be between 0 and 100 percent")
-        if not 1 <= self.bucket_size <= 100_000:
-            raise InputError(f"zenflow:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        check_bucket_size("zenflow", self.bucket_size)
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[ZenFlow]:

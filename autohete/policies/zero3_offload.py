@@ -34,6 +34,7 @@ from autohete.plan.policy import Judge
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import SUB_GROUP, pinned, tensors
+from autohete.policies.several_gpus import check_bucket_size
 from autohete.policies.twin_flow import TwinFlow
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY
@@ -61,8 +62,7 @@ class Zero3Offload:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 1 <= self.bucket_size <= 100_000:
-            raise InputError(f"zero3_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        check_bucket_size("zero3_offload", self.bucket_size)
         if not 0 <= self.reuse_distance <= 100_000:
             raise InputError(
                 f"zero3_offload:reuse_distance={self.reuse_distance} must be between 0 and 100000 million elements"

@@ -44,7 +44,7 @@ from autohete.policies import traffic
 from autohete.policies.checkpointing import Checkpointing, choosable, with_checkpointing
 from autohete.policies.flags import combinations
 from autohete.policies.host_arrays import tensors
-from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, deepspeed_buckets, shared
+from autohete.policies.several_gpus import ZERO2, ZERO2_HOOKS, ZERO2_TO_OWNERS, check_bucket_size, deepspeed_buckets, shared
 from autohete.profile import Profile
 from autohete.schedule import HOST_MEMORY, Kind
 from autohete.workload import Precision
@@ -125,8 +125,7 @@ class ZeroOffload:
         if self.pin_memory is not None and (_VERSIONS[self.deepspeed].pinned is None or self.paper):
             what = "with paper, whose copies need pinned memory" if self.paper else f"in deepspeed={self.deepspeed}"
             raise InputError(f"zero_offload:pin_memory changes nothing {what}, which always pins: leave it out")
-        if not 1 <= self.bucket_size <= 100_000:
-            raise InputError(f"zero_offload:bucket_size={self.bucket_size} must be between 1 and 100000 million elements")
+        check_bucket_size("zero_offload", self.bucket_size)
 
     @classmethod
     def variants(cls, profile: Profile) -> Iterator[ZeroOffload]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from autohete.profile import Profile
 from autohete.schedule import Buffer, Kind, Value
-from autohete.workload import LossKernels
+from autohete.workload import PLAIN_LOSSES
 from autohete.workload.model import Experts, Mlp
 from autohete.workload.optimizers import state_tensors
 from autohete.workload.traced import TracedWorkload
@@ -123,8 +123,7 @@ class TensorSizes:
     def _loss_tensor(self) -> int:
         """Bytes of a tensor of the loss."""
         loss, element = self.profile.loss, self.profile.workload.compute_bytes
-        of_16_bit = self.profile.workload.loss in (LossKernels.PLAIN, LossKernels.SHIFTED)
-        return loss.passed_bytes // element * (element if of_16_bit else 4)
+        return loss.passed_bytes // element * (element if self.profile.workload.loss in PLAIN_LOSSES else 4)
 
     @property
     def _dropped_bytes(self) -> int:

@@ -78,7 +78,7 @@ from autohete.schedule import (
     Value,
     validate,
 )
-from autohete.workload import GPT2_KERNELS, LossKernels, Precision, Units, Workload
+from autohete.workload import GPT2_KERNELS, PLAIN_LOSSES, LossKernels, Precision, Units, Workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
 
@@ -134,10 +134,6 @@ def workloads(max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> st
     return _rolled(lambda dice: _workload(dice, max_transformer_blocks, max_micro_batches))
 
 
-#: Losses that autocast does not leave as they are.
-_OF_16_BIT_LOGITS = (LossKernels.PLAIN, LossKernels.SHIFTED)
-
-
 def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: int = 1) -> Workload:
     heads = dice.whole(1, 4)
     units = dice.of([Units.BLOCK, Units.BLOCK, Units.SUBLAYER])
@@ -161,7 +157,7 @@ def _workload(dice: Dice, max_transformer_blocks: int = 6, max_micro_batches: in
         clip_norm=dice.of([None, None, 1.0]),
         units=units,
         training=training,
-        loss=dice.of([None, None, *(one for one in LossKernels if not (casts and one in _OF_16_BIT_LOGITS))]),
+        loss=dice.of([None, None, *(one for one in LossKernels if not (casts and one in PLAIN_LOSSES))]),
     )
 
 

@@ -120,6 +120,10 @@ class LossKernels(StrEnum):
     IN_PLACE = "in_place"
 
 
+#: PyTorch's, of logits as they are.
+PLAIN_LOSSES = (LossKernels.PLAIN, LossKernels.SHIFTED)
+
+
 class Units(StrEnum):
     """The smallest part that is planned by itself: a transformer block, or each of its two sublayers.
 
@@ -366,7 +370,7 @@ class Workload(Hashed):
                 f"precision is {self.precision}, with autocast to {self.autocast}: autocast computes in 16 bit with parameters "
                 "in fp32, so give precision fp32, and autocast bf16 or fp16"
             )
-        if self.loss in (LossKernels.PLAIN, LossKernels.SHIFTED):
+        if self.loss in PLAIN_LOSSES:
             raise InputError(
                 f"loss {self.loss} is of 16-bit logits, but autocast computes PyTorch's cross-entropy of a copy in fp32: give "
                 f"{LossKernels.FP32} or {LossKernels.FP32_SHIFTED}, or leave loss out"

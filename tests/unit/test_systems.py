@@ -36,6 +36,7 @@ from autohete.sim import SimExecutor
 from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
+from autohete.testing.checks import plan_faults
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -91,6 +92,16 @@ def test_zenflow_hides_its_update_behind_the_next_steps() -> None:
     down, up = profile.d2h_seconds, profile.h2d_seconds
     slower = down(4 * P, pinned=False) - down(4 * P) + up(2 * P, pinned=False) - up(2 * P)
     assert offload - none == pytest.approx(update - slower, rel=0.05)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_zenflow_updates_with_complete_sums(micro_batches: int, clip_norm: float | None, gpus: int) -> None:
+    """No update takes a sum that lacks a micro-batch, or that the next iteration overwrites."""
+    workload = replace(FP16, precision=Precision.BF16, micro_batches=micro_batches, clip_norm=clip_norm)
+    profile = analytic_profile(workload, NODE.shared_by(gpus))
+    assert plan_faults(profile, parse_policy("zenflow:checkpointing=none").plan(profile, judge_for(profile))) == []
 
 
 def test_zenflow_holds_what_its_processes_share() -> None:
