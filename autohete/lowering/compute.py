@@ -239,7 +239,8 @@ class Compute:
         b, unit, micro_batch = self._builder, task.unit, task.micro_batch
         times, plan = self._profile.units[unit], self._plan.units[unit]
         parts = self._shards.saved_parts(unit)
-        extra = self._plan.gradient_bytes * self._profile.units[unit].trained_parameters
+        checks = self._plan.check_bytes * self._shards.share(unit) * (micro_batch == self._builder.passes[-1].micro_batch)
+        extra = (self._plan.gradient_bytes + checks) * times.trained_parameters
         self._pass(task, durations.backward(unit, self._plan.hooks.backward, self._awaited(task), extra))
         if unit and not (parts and plan.kept.leaves):  # otherwise it is part of what was fetched
             rests = plan.kept.leaves

@@ -98,7 +98,7 @@ def seconds_of(move: Move) -> Duration:
         return durations.with_place(move.target, move.size_bytes, write=True)
     if move.target == GPU_MEMORY:
         return durations.to_gpu(move.size_bytes, pinned=move.pinned)
-    return durations.to_host(move.size_bytes, pinned=move.pinned, fresh=move.fresh)
+    return durations.to_host(move.size_bytes, pinned=move.pinned, fresh=move.fresh, returned_bytes=move.returned_bytes)
 
 
 @lru_cache(maxsize=2**10)  # most units of a plan are alike

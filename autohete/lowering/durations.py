@@ -99,9 +99,14 @@ def to_gpu(size_bytes: int, *, pinned: bool = True) -> Duration:
 
 
 @_kept
-def to_host(size_bytes: int, *, pinned: bool = True, fresh: bool = False) -> Duration:
-    """A copy to the host."""
-    return lambda profile: profile.d2h_seconds(size_bytes, pinned=pinned, fresh=fresh)
+def to_host(size_bytes: int, *, pinned: bool = True, fresh: bool = False, returned_bytes: int = 0) -> Duration:
+    """A copy to the host, within which some bytes come back."""
+
+    def seconds(profile: Profile) -> float:
+        back = profile.h2d_seconds(returned_bytes, pinned=pinned) if returned_bytes else 0.0
+        return profile.d2h_seconds(size_bytes, pinned=pinned, fresh=fresh) + back
+
+    return seconds
 
 
 @_kept

@@ -272,8 +272,9 @@ class Updates:
         assert added is not None, "what was copied moves"
         assert summed is not None, "the first of several micro-batches is copied in the format of the sums"
         b.make(copy, arrived, added.size_bytes)
-        # Adding reads two values and writes one.
-        add = b.task(Kind.ACCUMULATE, unit, CPU, durations.cpu_kernel(3 * summed.size_bytes), unit, micro_batch)
+        # Adding reads two values and writes one. If the sum came back to the GPU, it was added to there.
+        seconds = durations.cpu_kernel(0 if plan.gradients.carried.returned_bytes else 3 * summed.size_bytes)
+        add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)
         b.write(add, Value.GRADIENTS, unit, HOST_MEMORY)
         b.free(add, arrived)

@@ -212,6 +212,8 @@ class Plan(Hashed):
         flat_buffers: what its collectives need besides.
         gradient_bytes: traffic of the GPU's memory for each trained parameter, of kernels that the system runs on each gradient
             as soon as backward has made it.
+        check_bytes: the same, of kernels that it runs on each complete gradient before it leaves: a norm, or a search for
+            infinite values. GPUs that shard gradients check their parts.
         hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         dealt: stages that ranks are dealt in turn. Then no unit names its rank, and all micro-batches pass a stage before the
@@ -241,6 +243,7 @@ class Plan(Hashed):
     footprint: Footprint = Footprint()
     flat_buffers: FlatBuffers = FlatBuffers()
     gradient_bytes: float = 0
+    check_bytes: float = 0
     hooks: Hooks = Hooks()
     pass_order: PassOrder = PassOrder.ONE_FORWARD_ONE_BACKWARD
     dealt: DealtStages | None = None
@@ -283,6 +286,7 @@ class Plan(Hashed):
         _check_size("update_bytes", self.update_bytes)
         _check_size("elementwise_bytes", self.elementwise_bytes)
         _check_size("gradient_bytes", self.gradient_bytes)
+        _check_size("check_bytes", self.check_bytes)
 
     def _check_ranks(self) -> None:
         ranks = [unit.rank for unit in self.units]

@@ -102,6 +102,7 @@ class Move(NamedTuple):
         fresh: the host's side is pageable memory that nothing has touched yet.
         part: index of the part of the value: of activations, that of :func:`saved_parts`. Of parameters, which come as a whole,
             that of the recomputation for which they come.
+        returned_bytes: bytes that come back to the GPU within the copy.
     """
 
     value: Value
@@ -113,6 +114,7 @@ class Move(NamedTuple):
     pinned: bool = True
     part: int = 0
     fresh: bool = False
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +365,16 @@ def _moves_of_gradients(unit: UnitPlan, sizes: UnitSizes) -> Iterator[Move]:
         return
     carried = unit.gradients.carried
     size, pinned = carried.bytes_of(sizes.cpu_updated, sizes.element_bytes), carried.pinned
-    last = Move(Value.GRADIENTS, GPU_MEMORY, HOST_MEMORY, size, When.AFTER_BACKWARD, pinned=pinned, fresh=carried.fresh)
+    last = Move(
+        Value.GRADIENTS,
+        GPU_MEMORY,
+        HOST_MEMORY,
+        size,
+        When.AFTER_BACKWARD,
+        pinned=pinned,
+        fresh=carried.fresh,
+        returned_bytes=carried.returned_bytes * sizes.cpu_updated,
+    )
     if unit.accumulates_on_host:
         summed = size if unit.sum_bytes is None else unit.sum_bytes * sizes.cpu_updated
         yield last._replace(size_bytes=summed, batches=Batches.OTHERS, pinned=pinned or unit.sums_pinned)

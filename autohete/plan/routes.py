@@ -46,12 +46,15 @@ class Format:
             one buffer, which is freed when the last of them has ended.
         fresh: a copy to the host goes to pageable memory that is allocated for it, as by ``tensor.cpu()``. Each page is first
             touched by the copy, and the kernel has to find and clear it.
+        returned_bytes: bytes per element of a gradient that come back to the GPU within a copy to the host, which meanwhile
+            waits: the system checks them there, and adds gradients of later micro-batches to them, which else the CPU does.
     """
 
     element_bytes: int | None = None
     pinned: bool = True
     staged: bool = False
     fresh: bool = False
+    returned_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -59,6 +62,8 @@ class Format:
             raise InputError("fresh memory is not pinned: give pinned=False with fresh, or leave fresh out")
         if self.element_bytes is not None and not 0 <= self.element_bytes <= 64:
             raise InputError(f"element_bytes is {self.element_bytes}: give 0 to 64 bytes, or None for those of the precision")
+        if not 0 <= self.returned_bytes <= 64:
+            raise InputError(f"returned_bytes is {self.returned_bytes}: give 0 to 64 bytes per element")
 
     def bytes_of(self, elements: int, computed_bytes: int) -> int:
         """Bytes copied for ``elements`` that take ``computed_bytes`` each where the GPU computes with them."""

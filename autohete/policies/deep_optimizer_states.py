@@ -74,7 +74,8 @@ class DeepOptimizerStates:
 
     def _plan(self, profile: Profile, activations: Activations) -> Plan:
         mixed, count, element = traffic.is_mixed(profile), len(profile.units), profile.element_bytes
-        elementwise_bytes = traffic.UNSCALE + (0 if self.async_gradients or not mixed else traffic.CAST)
+        cast = traffic.CAST if mixed and not self.async_gradients else 0
+        elementwise_bytes = traffic.UNSCALE + traffic.search(profile) + cast
         stride = self.stride or _balanced(profile, elementwise_bytes)
         on_gpu = [unit for unit in range(count) if (count - unit) % stride == 0]
         cpu = UnitPlan(
@@ -102,6 +103,7 @@ class DeepOptimizerStates:
             update_bytes=traffic.ADAM_KERNEL,
             elementwise_bytes=elementwise_bytes,
             scales_gradients=True,
+            check_bytes=traffic.norm(profile),
             footprint=Footprint(
                 # The buffers for states are permanently allocated.
                 gpu_buffer_bytes=max((profile.state_bytes(unit, parts[unit]) for unit in on_gpu), default=0),

@@ -1,11 +1,12 @@
-"""DRAM traffic of CPU optimizer steps, in bytes per parameter, as in the systems' code.
+"""Traffic of optimizer steps on the CPU, and of checks of gradients, in bytes per parameter, as in the systems' code.
 
-A CPU optimizer is memory-bound, so its time depends on how often it passes over its data.
+Both are memory-bound, so their time depends on how often they pass over their data.
 """
 
 from __future__ import annotations
 
 from autohete.profile import Profile
+from autohete.workload import Precision
 
 #: DeepSpeed's CPUAdam on fp32 gradients: reads parameter, gradient and both moments (16), writes parameter and moments (12);
 #: csrc/includes/cpu_adam.h, "Step_8". PatrickStar, StrongHold and ZeRO-Offload use this kernel or a similar one.
@@ -19,6 +20,12 @@ CAST = 6
 #: ``unscale_and_clip_grads``.
 UNSCALE = 8
 
+#: What DeepSpeed's stage 3 does with all gradients on the host, in fp16: ``isinf`` (an absolute value and a comparison),
+#: ``isnan``, and ``any`` of each (``has_overflow`` in stage3.py, since 0.9.4, pull 3622); and what its temporaries take.
+_SEARCH, _SEARCH_HELD = 12, 3
+#: The copy of a gradient in fp64, written and read, whose norm DeepSpeed computes on the GPU (``double().norm(2)``).
+_COPY_FOR_NORM = 16
+
 
 def is_mixed(profile: Profile) -> bool:
     """Whether parameters and master weights differ in precision."""
@@ -28,6 +35,21 @@ def is_mixed(profile: Profile) -> bool:
 def casts(profile: Profile) -> int:
     """Casts around CPUAdam: 16-bit gradients are widened before it, updated parameters narrowed after it."""
     return 2 * CAST if is_mixed(profile) else 0
+
+
+def search(profile: Profile) -> int:
+    """DeepSpeed's stage 3 looks for infinite values among gradients in fp16, on the CPU."""
+    return _SEARCH if profile.workload.precision is Precision.FP16 else 0
+
+
+def search_held(profile: Profile) -> int:
+    """Bytes per parameter that the host holds meanwhile."""
+    return _SEARCH_HELD if search(profile) else 0
+
+
+def norm(profile: Profile) -> int:
+    """What DeepSpeed's norm of each gradient accesses on the GPU, besides the read that a task of clipping is."""
+    return _COPY_FOR_NORM + (0 if profile.workload.clips else profile.element_bytes)
 
 
 def fused_casts(profile: Profile) -> int:

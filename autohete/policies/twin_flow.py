@@ -9,20 +9,24 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
   sub-group ends with a whole tensor.
 - Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
   ``NoGatherHandle``). Several GPUs gather them for each use.
-- A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), on a separate stream that
-  overlaps backward. Not modelled: in between it is copied back; gradients that the GPU uses also go to the host and back;
-  copies begin only when the bucket is full. ``pin_memory`` off is the default up to 0.19.4 (pull 8207): copies block backward.
+- A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), and back in between (line 1908).
+  One stream does all three, beside backward; here they are one copy to the host, which takes that long. ``pin_memory`` off is
+  the default up to 0.19.4 (pull 8207): copies block backward. Not modelled: gradients that the GPU uses also go to the host and
+  back; copies begin only when the bucket is full.
 - Up to 0.15.3 the second copy blocks backward even if its target is pinned: it brings 16 bit to a pageable temporary, which the
   CPU casts (``fp32_grad_tensor.copy_(grad_buffer)``). The first one does not. From 0.16.3 (pull 6962) to 0.19.4 it blocks, too,
   but the GPU casts and the copy is pinned; this is not modelled.
-- Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. They are
-  copied to the GPU to be added there, and back (line 1914). Here the CPU adds them.
+- Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. What
+  comes back is added to on the GPU, and goes to the host again (line 1914). Here it takes as long, but the GPU no time.
 - ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
   parameters to where they are used. The first are updated on the GPU while CPUAdam updates the others; each of the latter is
   cast on the CPU into a pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.
 - The host holds master and moments (12 bytes per parameter), gradients in fp32, an array for each sub-group, and those of both
   processors in their own format, in one array (``grad_partitions_flat_buffer``). With ``pin_memory`` both are pinned and
   rounded up. Not modelled: while the last is pinned, when all others are there, its pageable copy also exists.
+- The norm of each complete gradient is computed on the GPU, in fp64 (``_constant_buffered_norm2``). In fp16 the CPU looks for
+  infinite values in all gradients before it updates, also in those of the GPU's sub-groups (``has_overflow``); here this is a
+  part of its updates.
 - Sub-groups on the GPU always have their fp32 master and gradient there, in fp32 training as well. Their optimizer is
   ``torch.optim.AdamW`` (line 312), not fused; here its time is that of the fused one.
 """
@@ -134,7 +138,7 @@ class TwinFlow:
         parameters = _parameters(profile)
         # In its own format, and in fp32.
         overlap = self.pin_memory and self.async_gradients
-        gradients, refresh = Format(element + 4, overlap), Format(element, pinned=False)
+        gradients, refresh = Format(element + 4, overlap, returned_bytes=element), Format(element, pinned=False)
 
         @cache
         def unit(kept: Activations, share: float) -> UnitPlan:
@@ -158,7 +162,8 @@ class TwinFlow:
         bucket = round(1e6 * self.bucket_size) * element
         groups = self._on_cpu(profile, on_gpu)
         arrays = [element * sum(parameters), *(4 * group for group in groups)] if self.pin_memory else []
-        temporary = max(groups, default=0) * element if mixed else 0  # the cast of updated parameters
+        cast = max(groups, default=0) * element if mixed else 0  # of updated parameters
+        temporary = max(cast, traffic.search_held(profile) * sum(parameters))
         return Plan(
             policy="twin_flow",
             units=shared(units, 3, profile),
@@ -174,8 +179,9 @@ class TwinFlow:
                 Barrier(),
             ),
             update_bytes=traffic.ADAM_KERNEL,
-            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0) + traffic.search(profile),
             scales_gradients=True,
+            check_bytes=traffic.norm(profile),
             footprint=Footprint(
                 # In addition to the states: the gradient in fp32, and in fp32 training a separate master.
                 gpu_buffer_bytes=bucket + on_gpu * (16 - profile.optimizer_bytes),

@@ -91,8 +91,9 @@ class ZeroInfinity:
             units=shared((outer, *[inner] * (len(profile.units) - 2), outer), 3, profile),
             rules=(BlockingCopies(Kind.WRITE_GRADIENTS), UpdatesAfterBackward(), Barrier()),
             update_bytes=traffic.ADAM_KERNEL,
-            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0),
+            elementwise_bytes=traffic.UNSCALE + (traffic.CAST if mixed else 0) + traffic.search(profile),
             scales_gradients=True,
+            check_bytes=traffic.norm(profile),
             footprint=Footprint(
                 # Of states and gradients the host has what is in transit, and the gradients in their own format.
                 host_optimizer_bytes=profile.optimizer_bytes + element,

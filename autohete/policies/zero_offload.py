@@ -13,8 +13,10 @@ DeepSpeed at 02aa38c3 and its releases, ``deepspeed/runtime/zero/stage_1_and_2.p
 - ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
   0.19.2, then 1.0) is done by the same multiplication (``unscale_and_clip_grads`` multiplies by ``1 / combined_scale``). The
   norm is computed on the GPU in backward, before a gradient is copied, whether or not gradients are clipped
-  (``set_norm_for_param_grad_in_gpu``). Both read at 02aa38c3. It is modelled if the workload clips; the code's norm in fp64 is
-  modelled as one that reads the gradients once.
+  (``set_norm_for_param_grad_in_gpu``: a copy in fp64, 8 bytes). Both read at 02aa38c3. If the workload clips, tasks of their
+  own read the gradients, and this is the rest.
+- Each complete gradient is searched for infinite values (``_has_inf_or_nan``): by its sum in fp32 up to 0.13.2, of which 0.14
+  stands here, and since (pull 5115) by the largest of what ``isnan`` and ``isinf`` return in fp32.
 - Up to 0.8.3, in fp16, CPUAdam writes updated parameters into fp32 tile buffers, from which the GPU reads and casts them while
   the next tile is updated (``launch_param_update``). In bf16 and fp32, and from 0.9.0 on (pull 3097), the upload follows.
 - 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) copy the fp32 master of the whole
@@ -76,6 +78,7 @@ class _Version:
         bucket_factor: the gradient bucket in multiples of its configured size.
         all_reduces: several GPUs all-reduce gradients, rather than reduce each part to its owner.
         rounds_pinned: the PyTorch of its time rounds pinned arrays up.
+        search_bytes: what the search for infinite values accesses for each element, from its cast to fp32 on.
     """
 
     own_stream: bool = False
@@ -85,6 +88,7 @@ class _Version:
     bucket_factor: float = 1.0
     all_reduces: bool = False
     rounds_pinned: bool = True
+    search_bytes: int = 4
 
 
 _VERSIONS = {
@@ -93,8 +97,8 @@ _VERSIONS = {
     DeepSpeed.V0_4_3: _Version(own_stream=True, tiles_bytes=1024 * _MIB, rounds_pinned=False),
     DeepSpeed.V0_8_3: _Version(tiles_bytes=1024 * _MIB),
     DeepSpeed.V0_14: _Version(pinned=False, all_reduces=True),
-    DeepSpeed.V0_16: _Version(upload="master", pinned=False, all_reduces=True),
-    DeepSpeed.V2026: _Version(upload="staging", pinned=True, all_reduces=True),
+    DeepSpeed.V0_16: _Version(upload="master", pinned=False, all_reduces=True, search_bytes=30),
+    DeepSpeed.V2026: _Version(upload="staging", pinned=True, all_reduces=True, search_bytes=30),
 }
 
 
@@ -190,6 +194,7 @@ class ZeroOffload:
             update_bytes=traffic.ADAM_KERNEL + (traffic.TILE_BUFFER if tiles else 0),
             elementwise_bytes=traffic.UNSCALE + (traffic.CAST if cast else 0),
             scales_gradients=True,
+            check_bytes=0 if self.paper else traffic.norm(profile) + version.search_bytes + (traffic.CAST if mixed else 0),
             delayed=self.delayed_update,
             footprint=Footprint(
                 gpu_buffer_bytes=round(buckets + largest_tensor) * element,

@@ -29,6 +29,13 @@ _FOREACH_ACCESSES = 20 - 7
 #: A wave of tiles starts and ends unevenly, which costs about a quarter of a wave: 32 and 88 % of the rate at n = 8192 were
 #: measured at n = 512 and 2048 (RTX 3090 Ti, github mli/transformers-benchmarks, micro_bench.ipynb).
 _TILE, _WAVES_HALF = 128, 0.25
+#: FLOPs of a multiprocessor in a cycle if 16-bit rows are an odd number of elements long, and an even one but no multiple of 8,
+#: which copies of 16 bytes to shared memory need: 122 and 256 TFLOP/s on an H100 (heads of 50,257, 50,258 and 50,260 tokens,
+#: forward and backward together; benchmarks/gpu_rates.json). Assumed for other GPUs as well.
+_ODD_ROWS, _EVEN_ROWS, ALIGNED_ELEMENTS = 467.0, 980.0, 8
+#: fp32 lanes of a multiprocessor before compute capability 8.6, and since (CUDA Programming Guide, throughput of arithmetic
+#: instructions).
+_LANES = 64, 128
 
 
 def small_product_factors(
@@ -55,6 +62,8 @@ class Rates:
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_efficiency
         self.lanes = gpu.peak_32bit_flops / 2  # instructions/s: a multiply-add is two FLOPs
         self.multiprocessors, self.capability = gpu.multiprocessors, gpu.compute_capability
+        of_old, of_new = _LANES
+        self.cycles = self.lanes / (of_old if (self.capability or 8.0) < 8.6 else of_new)  # of all multiprocessors, in a second
         self.overhead, self.launch = gpu.kernel_overhead_seconds, launch_seconds
         self.element = workload.compute_bytes
         self.kernels = IMPLEMENTATIONS[workload.kernels]
@@ -69,12 +78,13 @@ class Rates:
         fp8: bool = False,
         adds: bool = False,
         fp32: bool = False,
+        width: int = ALIGNED_ELEMENTS,
     ) -> float:
         """Time of ``rows x inner`` times ``inner x columns``, ``batch`` times: the slower of arithmetic and memory. With
         fp8 the operands have one byte each; the result has not. With fp32 both have four, whatever the workload's precision.
         One that ``adds`` to a sum reads that as well. While a tile's pipeline fills, and while its result is written, it waits
         for memory; so the product takes at most as long as both after each other, which bounds those of small inner size, such
-        as adapters.
+        as adapters. ``width`` divides the length of all rows in memory, which limits the rate if it is no multiple of 8.
         """
         waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
         flops = self.flops_32bit if fp32 else self.flops_8bit if fp8 else self.flops
@@ -83,14 +93,17 @@ class Rates:
         operand = 1 if fp8 else element
         results = (1 + adds) * element * rows * columns
         traffic = batch * (operand * (rows * inner + inner * columns) + results) / self.bandwidth
-        return max(traffic, min(arithmetic * filling, arithmetic + traffic))
+        seconds = max(traffic, min(arithmetic * filling, arithmetic + traffic))
+        if element != 2 or fp8 or width % ALIGNED_ELEMENTS == 0:
+            return seconds
+        return max(seconds, 2 * batch * rows * columns * inner / (self.cycles * (_ODD_ROWS if width % 2 else _EVEN_ROWS)))
 
-    def _split_gemm_seconds(self, rows: float, columns: float, inner: float) -> float:
+    def _split_gemm_seconds(self, rows: float, columns: float, inner: float, width: int) -> float:
         """The same where few tiles sum over much: the sum is split, so that all multiprocessors take part (CUTLASS, "Efficient
         GEMM in CUDA", split-K, which cuBLAS chooses as well).
         """
         parts = max(1, round((self.multiprocessors or 1) * _TILE**2 / (rows * columns)))
-        return self._gemm_seconds(rows, columns, inner / parts, parts)
+        return self._gemm_seconds(rows, columns, inner / parts, parts, width=width)
 
     def _attention_seconds(
         self, flops: float, sizes: tuple[int, int], keys: float, *, backward: bool, masked: bool = False

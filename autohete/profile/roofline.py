@@ -9,10 +9,11 @@ it can prepare while embedding, head and loss are computed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from autohete.errors import InputError
 from autohete.hardware import Gpu, Hardware
@@ -34,9 +35,9 @@ from autohete.profile.kernels.gpt2 import FLASH, GPT2_ROWS, Operation, Part, cop
 from autohete.profile.kernels.under_autocast import autocast_part
 from autohete.profile.loop import expert_loop
 from autohete.profile.modules import called_modules, parameter_tensors, small_tensors
-from autohete.profile.rates import ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
+from autohete.profile.rates import ALIGNED_ELEMENTS, ATTENTION_BACKWARD, CHUNKED_SHARE, Rates
 from autohete.profile.traced_roofline import TracedRoofline
-from autohete.workload import AttentionMask, BlockRole, LossKernels, Workload
+from autohete.workload import EAGER_KERNELS, AttentionMask, BlockRole, LossKernels, Workload
 from autohete.workload.model import (
     Attention,
     Block,
@@ -152,6 +153,12 @@ class _Roofline(Rates):
         exchange = self.group.context_seconds
         return seconds + exchange(seconds, *sent, backward=False), backward + exchange(backward, *sent, backward=True)
 
+    def _width(self, columns: int, inner: int) -> int:
+        """What divides the rows of a matrix, its input and its result. Kernels that are not eager are those of systems that pad
+        their matrices (``make_vocab_size_divisible_by`` in Megatron-LM, nanoGPT's ``vocab_size``).
+        """
+        return math.gcd(columns, inner) if self.workload.kernels in EAGER_KERNELS else ALIGNED_ELEMENTS
+
     def _product_seconds(
         self, product: Product, fp32: bool = False, *, trained: bool = True, fp8: bool = False
     ) -> tuple[float, float]:
@@ -164,9 +171,9 @@ class _Roofline(Rates):
         rows, columns, inner = self.workload.tokens * product.rows / (batch * times), product.columns, product.inner
         if rows < 1:  # some matrices are not used
             rows, batch = 1, round(rows * batch)
-        forward = self._gemm_seconds(rows, columns, inner, batch, fp8=fp8, fp32=fp32)
-        backward = self._gemm_seconds(rows, inner, columns, batch, fp8=fp8, fp32=fp32)
-        backward += self._gemm_seconds(inner, columns, rows, batch, fp8=fp8, fp32=fp32) * trained
+        seconds = partial(self._gemm_seconds, batch=batch, fp8=fp8, fp32=fp32, width=self._width(columns, inner))
+        forward, backward = seconds(rows, columns, inner), seconds(rows, inner, columns)
+        backward += seconds(inner, columns, rows) * trained
         if not fp8:
             return times * forward, times * backward
         # Transformer Engine, cast_transpose: 16 bit are read and 8 written; what the gradient of the weights needs is written
@@ -181,8 +188,10 @@ class _Roofline(Rates):
         """
         w = self.workload
         rows, columns, inner = w.loss_tokens, w.vocabulary_size, w.hidden_size
-        forward, backward = self._gemm_seconds(rows, columns, inner), self._split_gemm_seconds(rows, inner, columns)
-        backward += self._gemm_seconds(inner, columns, rows, adds=rows < w.tokens) * trained
+        width = self._width(columns, inner)
+        forward = self._gemm_seconds(rows, columns, inner, width=width)
+        backward = self._split_gemm_seconds(rows, inner, columns, width)
+        backward += self._gemm_seconds(inner, columns, rows, adds=rows < w.tokens, width=width) * trained
         return w.tokens / rows * forward, w.tokens / rows * backward
 
     def _products_seconds(self, unit: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -88,7 +89,9 @@ class TracedRoofline(Rates):
                 seconds += count * self._attention_seconds(fused, (query, value), keys, backward=backward, masked=row.masked)
             for sizes in row.products:
                 m, n, k, matrices = (size.at(self.batch) for size in sizes)
-                seconds += count * self._gemm_seconds(m, n, k, matrices)
+                # A size that grows with the batch counts rows; the others are how long rows are.
+                width = math.gcd(*(size.fixed for size in sizes[:3] if not size.each))
+                seconds += count * self._gemm_seconds(m, n, k, matrices, width=width)
         return seconds + max(traffic / self.bandwidth, accesses * self.kernels.instructions / self.lanes)
 
     def _saved(self, unit: TracedUnit) -> Iterator[SavedTensors]:

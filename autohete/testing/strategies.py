@@ -347,7 +347,8 @@ def _plan(dice: Dice, profile: Profile) -> Plan:
     below = max(profile.first_trained - 1, 0)  # a unit that drops its input has one below it that is recomputed
     forwards = [[Activations.KEEP]] * below + _forwards(dice, len(profile.units) - below)
     delayed = dice.flip() and not accumulates
-    gradients = Route(carried=Format(dice.of([None, 2, 4, 8]), pinned := dice.flip(), fresh=not pinned and dice.flip()))
+    pinned, size = dice.flip(), dice.of([None, 2, 4, 8])
+    gradients = Route(carried=Format(size, pinned, fresh=not pinned and dice.flip(), returned_bytes=dice.of([0, 0, 2])))
     refresh = Format(dice.of([2, 4]), dice.flip(), dice.flip())
     fetched = Format(dice.of([None, 4]))
     replaced = profile.workload.precision is not Precision.FP32 and not accumulates and dice.flip()

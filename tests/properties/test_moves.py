@@ -88,6 +88,8 @@ def test_every_move_is_one_copy(drawn: tuple[Profile, Plan]) -> None:
                 seconds = h2d(move.size_bytes, pinned=move.pinned)
             elif way == (GPU_MEMORY, HOST_MEMORY):
                 seconds = d2h(move.size_bytes, pinned=move.pinned, fresh=move.fresh)
+                if move.returned_bytes:
+                    seconds += h2d(move.returned_bytes, pinned=move.pinned)
             else:
                 write = move.target not in (GPU_MEMORY, HOST_MEMORY)
                 name = move.target if write else move.source

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from autohete.testing import strategies
 from autohete.workload import GPT2_KERNELS, BlockRole, Kernels, Precision, Units, Workload, named_workload
 
 A100 = load_hardware("a100-40gb-epyc7713")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def efficiency(profile: Profile) -> float:
@@ -28,6 +31,28 @@ def efficiency(profile: Profile) -> float:
 def test_efficiency_depends_on_the_shape_as_measured(name: str, low: float, high: float) -> None:
     """Hidden 2048 reaches less of an A100 than hidden 4096 (measured: 0.3 to 0.4 against 0.54 to 0.59)."""
     assert low <= efficiency(analytic_profile(named_workload(name, kernels=Kernels.FUSED_SOFTMAX), A100)) <= high
+
+
+@pytest.mark.parametrize(("hidden", "vocabulary"), [(768, 50257), (768, 50258), (768, 50260), (768, 50304), (1600, 50257)])
+def test_rows_of_odd_length_are_slow_as_measured(hidden: int, vocabulary: int) -> None:
+    """The head's products on an H100, forward and backward together, as ``benchmarks/gpu_rates.json`` has them. Kernels of
+    systems that pad their matrices are not slower for an odd vocabulary.
+    """
+    measured = json.loads((BENCHMARKS / "gpu_rates.json").read_text())["alignment"]
+    ahead, back = (measured[f"{hidden} x {vocabulary}, {which}"] for which in ("forward", "backward"))
+    workload = Workload("head", hidden, 4, hidden // 64, vocabulary, 1024, 8, kernels=Kernels.EAGER)
+    fused = replace(workload, kernels=Kernels.FUSED)
+    found, padded, aligned = map(head_rate, (workload, fused, replace(fused, vocabulary_size=50264)))
+    assert found == pytest.approx(3 / (1 / ahead + 2 / back), rel=0.1)
+    assert padded >= found
+    assert padded == pytest.approx(aligned, rel=0.01)
+
+
+def head_rate(workload: Workload) -> float:
+    """TFLOP/s of the head on an H100."""
+    head = analytic_profile(workload, load_hardware("h100-80gb-xeon96")).units[-1]
+    flops = 6 * workload.tokens * workload.hidden_size * workload.vocabulary_size
+    return flops / (head.forward_seconds + head.backward_seconds) / 1e12
 
 
 def test_few_tokens_are_inefficient() -> None:

@@ -520,11 +520,13 @@ def test_sums_in_place_leave_no_gradient_beside_them(in_place: bool, beside: boo
 
 
 def test_casts_on_a_thread_of_their_own_delay_no_update() -> None:
-    """Deep Optimizer States' CPU updates take as long as unscaling and CPUAdam, whatever is cast beside them."""
+    """Deep Optimizer States' CPU updates take as long as unscaling, a search for infinite values in fp16 (4 + 3 bytes, 3, and 1
+    for each ``any``) and CPUAdam, whatever is cast beside them.
+    """
     found = simulate(FP16, NODE, parse_policy("deep_optimizer_states:stride=2"))
     profile, plan = found.profile, found.plan
     on_cpu = [i for i, unit in enumerate(plan.units) if unit.update.on is Processor.CPU]
-    expected = sum(profile.cpu_update_seconds(i, 28, 8) for i in on_cpu)
+    expected = sum(profile.cpu_update_seconds(i, 28, 8 + 12) for i in on_cpu)
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(expected, rel=1e-6)
 
 
@@ -624,34 +626,40 @@ def test_deepspeed_casts_all_gradients_of_a_part_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "gathers", "reduces", "rounds"),
+    ("policy", "gathers", "reduces", "rounds", "checks"),
     [
-        ("resident:zero_stage=2", 0, 0, 1),
-        ("resident:zero_stage=2,deepspeed", 0, 3, 2),
-        ("resident:zero_stage=3", 1, 1, 1),
-        ("resident:zero_stage=3,fsdp1", 0, 1, 1),
-        ("resident:zero_stage=3,deepspeed", 1, 3, 1),
-        ("fsdp2_offload", 1, 1, 1),
-        ("zero_offload:deepspeed=0.8.3", 0, 3, 1),
-        ("zero_offload", 0, 3, 2),
-        ("zero3_offload", 1, 3, 1),
-        ("deep_optimizer_states", 1, 3, 1),
-        ("stronghold", 0, 0, 1),
+        ("resident:zero_stage=2", 0, 0, 1, 0),
+        ("resident:zero_stage=2,deepspeed", 0, 3, 2, 0),
+        ("resident:zero_stage=3", 1, 1, 1, 0),
+        ("resident:zero_stage=3,fsdp1", 0, 1, 1, 0),
+        ("resident:zero_stage=3,deepspeed", 1, 3, 1, 0),
+        ("fsdp2_offload", 1, 1, 1, 0),
+        ("zero_offload:deepspeed=0.8.3", 0, 3, 1, (2 + 8 + 8) + (2 + 4 + 4)),
+        ("zero_offload", 0, 3, 2, (2 + 8 + 8) + (2 + 4) + (4 + 1) + (4 + 4 + 4 + 1) + 3 + (1 + 4 + 4)),
+        ("zero_offload:paper=on", 0, 3, 1, 0),
+        ("zero3_offload", 1, 3, 1, 2 + 8 + 8),
+        ("deep_optimizer_states", 1, 3, 1, 2 + 8 + 8),
+        ("stronghold", 0, 0, 1, 0),
     ],
 )
-def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: int, rounds: int) -> None:
-    """The GPU copies what it gathers, and what it reduces, so many times, each time reading and writing all of it."""
+def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: int, rounds: int, checks: int) -> None:
+    """The GPU copies what it gathers, and what it reduces, so many times, each time reading and writing all of it. Checks of
+    its part of complete gradients access so many bytes each.
+    """
     workload = replace(FP16, tied_embeddings=False)
     alone, profile = (analytic_profile(workload, NODE.shared_by(gpus)) for gpus in (1, 4))
     plan = parse_policy(policy).plan(profile, judge_for(profile))
     tasks = {task.id: task.duration_ns for task in lower(profile, plan).tasks}
     unit, times = 2, alone.units[2]
-    copy_ns = 2 * 2 * times.parameters / (NODE.gpu.memory_bandwidth * NODE.gpu.memory_efficiency) * 1e9
+    byte_ns = times.parameters / (NODE.gpu.memory_bandwidth * NODE.gpu.memory_efficiency) * 1e9
+    copy_ns, checks_ns = 2 * 2 * byte_ns, checks * byte_ns / 4
     first = next(task for task in tasks if task.kind in (Kind.RECOMPUTE, Kind.BACKWARD) and task.unit == unit)
     recomputed = first.kind is Kind.RECOMPUTE
     passes = {
         TaskId(Kind.FORWARD, unit): times.forward_seconds * 1e9 + gathers * copy_ns,
-        TaskId(Kind.BACKWARD, unit): times.backward_seconds * 1e9 + (reduces + gathers * (not recomputed)) * copy_ns,
+        TaskId(Kind.BACKWARD, unit): times.backward_seconds * 1e9
+        + (reduces + gathers * (not recomputed)) * copy_ns
+        + checks_ns,
     }
     if recomputed:
         passes[first] = times.recompute_seconds * 1e9 + gathers * copy_ns
