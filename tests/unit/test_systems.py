@@ -37,6 +37,7 @@ from autohete.simulate import Simulation, judge_for, simulate, simulate_plan
 from autohete.simulate.summary import answer
 from autohete.testing import strategies
 from autohete.testing.checks import plan_faults
+from autohete.train.as_executed import as_executed, everything_resident
 from autohete.workload import Kernels, Precision, Units, Workload, named_workload
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Lora, Training
@@ -666,6 +667,19 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
     assert {task: tasks[task] for task in passes} == pytest.approx(passes, rel=1e-3)
     reduction = rounds * profile.collective_seconds(2 * times.parameters) * 1e9
     assert tasks[TaskId(Kind.REDUCE_GRADIENTS, unit)] == pytest.approx(reduction, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "twin_flow:ratio=50", "superoffload", "fsdp2_offload"])
+def test_the_runtime_has_no_kernels_and_hooks_of_a_system(policy: str) -> None:
+    """What it executes of a system's plan computes as long as one without offload."""
+    name, _, flags = policy.partition(":")
+    profile, plan = planned(f"{name}:checkpointing=none{',' * bool(flags)}{flags}")
+    passes = (Kind.FORWARD, Kind.BACKWARD)
+    ours, resident = (
+        {task.id: task.duration_ns for task in lower(profile, one).tasks if task.id.kind in passes}
+        for one in (as_executed(plan, profile), everything_resident(profile))
+    )
+    assert ours == resident
 
 
 @pytest.mark.parametrize("lora", [None, Lora(8)], ids=["full", "adapters"])
