@@ -59,6 +59,7 @@ from autohete.schedule import Kind
 from autohete.simulate import Simulation, simulate
 from autohete.workload import WORKLOADS, AttentionMask, FusedAttention, Kernels, LossKernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
+from autohete.workload.model import Architecture, Attention, JointProduct
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters, GaLore, Lora, Training
 from experiments.shared import csv_text
@@ -213,9 +214,23 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
         training["galore"] = GaLore(**fields.pop("galore"))
     if training:
         fields["training"] = Training(**training)
+    joint = fields.pop("joint_attention", False)
     if model is not None or config is not None:
-        return replace(read_model(model) if config is None else parse_model(config, name), **fields)
+        read = read_model(model) if config is None else parse_model(config, name)
+        if joint:
+            fields["architecture"] = _with_joint_attention(read)
+        return replace(read, **fields)
     return replace(WORKLOADS[preset], **fields) if preset else Workload(name=name, **fields)
+
+
+def _with_joint_attention(workload: Workload) -> Architecture:
+    """The blocks with one product for queries, keys and values, as in the first Qwen's own code."""
+    assert workload.architecture is not None
+    blocks = []
+    for block in workload.architecture.blocks:
+        assert isinstance(block.mixer, Attention)
+        blocks.append(replace(block, mixer=replace(block.mixer, joint=JointProduct.SPLIT)))
+    return replace(workload.architecture, blocks=tuple(blocks))
 
 
 def read_source(path: Path) -> Source:

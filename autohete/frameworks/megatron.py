@@ -107,7 +107,7 @@ def _block(decided: Decided) -> Block:
         raise InputError("is written here for dense models with attention")
     if mixer.window is not None or mixer.gated or mixer.sinks or mixer.soft_cap or mixer.whole_norm:
         raise InputError("is written here for attention without windows, gates, sinks, caps and norms of whole projections")
-    if block.norm_place is not NormPlace.BEFORE or block.joint:
+    if block.norm_place is not NormPlace.BEFORE or mixer.joint or mlp.joint:
         raise InputError("is written here for blocks with norms before their parts")
     if (mlp.activation, mlp.gated) not in _ACTIVATIONS:
         raise InputError(f"is written here without the activation {mlp.activation}")

@@ -33,8 +33,7 @@ def called_modules(workload: Workload, unit: int) -> int:
     if not workload.is_inner(unit):
         return 2 if workload.role(unit) is BlockRole.HEAD else 1
     block = workload.block(unit)
-    # Norms; and dropout, which is a module in blocks with one matrix for queries, keys and values.
-    around = 1 + (block.norm_place is NormPlace.BOTH) + (block.joint or block.dropout)
+    around = 1 + (block.norm_place is NormPlace.BOTH) + block.dropout
     of_components = [around + _inside(workload, unit, one) for one in workload.components(unit)]
     whole = block.mixer in workload.components(unit)  # counted with its first part
     return whole + sum(of_components) + PEFT_MODULES * len(workload.adapted_layers(unit))
@@ -47,12 +46,14 @@ def _inside(workload: Workload, unit: int, component: Mixer | FeedForward) -> in
             shared = component.shared
             inside = 2 + (component.expert.activation is not Activation.CLAMPED_SWIGLU)  # router, experts, activation
             return 1 + inside + (0 if shared is None else 4 + shared.gated + component.shared_gate)
-        case Attention():
-            inside = 2 * (component.head_norm or component.whole_norm)
+        case Attention():  # with one product also dropout (Phi-3), or the kernel (Qwen)
+            inside = 2 * (component.head_norm or component.whole_norm) + (component.joint is not None)
         case LatentAttention():
             inside = 1 + (component.query_rank is not None)
-        case LinearAttention() | Mlp():
+        case LinearAttention():
             inside = 1
+        case Mlp():
+            inside = 1 + component.joint
     return 1 + inside + len(linear_layers(workload.block(unit), workload.hidden_size, component))
 
 

@@ -22,6 +22,7 @@ from autohete.workload.model import (
     ExpertLoop,
     Experts,
     FeedForward,
+    JointProduct,
     LatentAttention,
     LinearAttention,
     Mixer,
@@ -67,13 +68,12 @@ class Family(BaseModel, ABC):
     norm: ClassVar[Norm] = Norm.RMS
     norm_place: ClassVar[NormPlace] = NormPlace.BEFORE
     dropout: ClassVar[bool] = False
-    joint: ClassVar[bool] = False
     #: The row of learned positions that a sequence begins with.
     first_position: ClassVar[int] = 0
 
     def block(self, layer: int) -> Block:
         """Block ``layer``, counted from 0."""
-        return Block(self.mixer(layer), self.feed_forward(layer), self.norm, self.norm_place, self.dropout, self.joint)
+        return Block(self.mixer(layer), self.feed_forward(layer), self.norm, self.norm_place, self.dropout)
 
     @property
     def positions(self) -> int:
@@ -195,7 +195,11 @@ class Mistral(Llama):
 class Phi3(Mistral):
     """Phi-3 and Phi-4 (arXiv 2404.14219)."""
 
-    joint: ClassVar[bool] = True
+    def attention(self, layer: int) -> Attention:
+        return replace(super().attention(layer), joint=JointProduct.SLICES)
+
+    def mlp(self) -> Mlp:
+        return replace(super().mlp(), joint=True)
 
 
 class Mixtral(Mistral):

@@ -121,6 +121,15 @@ def causal_tokens(sequence_length: int, window: int | None = None) -> float:
     return min(seen + cut, sequence_length)
 
 
+class JointProduct(StrEnum):
+    """How one product for queries, keys and values is taken apart: by three slices, whose gradients backward puts into zeros
+    and adds (Phi-3), or by a split, which puts them together (the first Qwen).
+    """
+
+    SLICES = "slices"
+    SPLIT = "split"
+
+
 @dataclass(frozen=True, slots=True)
 class Attention(Component):
     """Softmax attention with ``heads`` query heads that share ``key_value_heads`` (Ainslie et al. 2023).
@@ -135,6 +144,7 @@ class Attention(Component):
         sinks: each head has a learned logit that no token takes (gpt-oss).
         rotary: positions rotate queries and keys (Su et al. 2021).
         soft_cap: scores are bounded by a hyperbolic tangent (Gemma 2).
+        joint: queries, keys and values come of one product, which is taken apart; None: of three.
     """
 
     heads: int
@@ -149,6 +159,7 @@ class Attention(Component):
     sinks: bool = False
     rotary: bool = True
     soft_cap: bool = False
+    joint: JointProduct | None = None
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.key_value_heads else f"{self.heads}/{self.key_value_heads}"
@@ -310,12 +321,14 @@ class Mlp(Component):
         activation: the function.
         gated: half of what goes up is multiplied by the activation of the other half.
         bias: of all products.
+        joint: both halves come of one product (Phi-3).
     """
 
     width: int
     activation: Activation
     gated: bool = True
     bias: bool = False
+    joint: bool = False
 
     def __str__(self) -> str:
         return f"{'gated ' if self.gated else ''}MLP {self.width}"
@@ -415,7 +428,6 @@ class Block:
         norm: of what kind its norms are.
         norm_place: where each of its two sublayers has them.
         dropout: the results of both sublayers, and attention, are dropped out (GPT-2).
-        joint: ``transformers`` has one product for queries, keys and values, and one for both halves of a gated MLP (Phi-3).
     """
 
     mixer: Mixer
@@ -423,7 +435,6 @@ class Block:
     norm: Norm
     norm_place: NormPlace = NormPlace.BEFORE
     dropout: bool = False
-    joint: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

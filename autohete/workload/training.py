@@ -326,7 +326,7 @@ def _is_opt(block: Block) -> bool:
 
 def _attention(block: Block, h: int, a: Attention) -> Iterator[LinearLayer]:
     first, last = a.products(h)
-    if _is_gpt2(block) or block.joint:
+    if _is_gpt2(block) or a.joint:
         yield LinearLayer("c_attn" if _is_gpt2(block) else "qkv_proj", first, True, FIRST)
     else:
         yield LinearLayer("q_proj", Product(first.columns - 2 * a.key_value_size, h), True, FIRST)
@@ -341,7 +341,7 @@ def _mlp(block: Block, h: int, mlp: Mlp, rows: int = 1, matrices: int = 1) -> It
     if not mlp.gated:
         names, down = (("c_fc",), "c_proj") if _is_gpt2(block) else (("fc1",), "fc2")
     else:
-        names = ("gate_up_proj",) if block.joint else ("gate_proj", "up_proj")
+        names = ("gate_up_proj",) if mlp.joint else ("gate_proj", "up_proj")
     for name in names:
         yield LinearLayer(name, Product(mlp.up // len(names), h, rows, matrices), False, FIRST)
     yield LinearLayer(down, Product(h, mlp.width, rows, matrices), False, LAST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from autohete.runtime.precision import DTYPES
 from autohete.tracing.on_cuda import PRODUCTS, as_on_cuda, flash_attention, one_kernel_dropout
 from autohete.workload import AttentionMask, Kernels, Precision, Workload
 from autohete.workload.families import FAMILIES
-from autohete.workload.model import LinearAttention
+from autohete.workload.model import Attention, JointProduct, LinearAttention
 from autohete.workload.training import Training
 
 A100 = load_hardware("a100-40gb-epyc7713")
@@ -189,6 +190,60 @@ def test_kernels_of_others_do_what_the_rows_say(
         ours = 2 * rows.total(direction) + 4 * rows.total(f"{direction}_fp32")
         assert ours == pytest.approx(theirs, rel=0.05), direction
         assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.05), direction
+
+
+class _SplitAttention(nn.Module):
+    """Attention as the first Qwen's own code has it (``QWenAttention``): one product, which is split. Heads are side by side
+    when they are rotated.
+    """
+
+    def __init__(self, theirs: Any, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.sizes = [one.out_features for one in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
+        self.c_attn, self.c_proj = nn.Linear(theirs.q_proj.in_features, sum(self.sizes), bias=bias), theirs.o_proj
+        self.head_dim = head_dim
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object) -> tuple[Tensor, None]:
+        rotate = importlib.import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+        parts = self.c_attn(hidden_states).split(self.sizes, dim=2)
+        q, k, v = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
+        q, k = rotate(q, k, *position_embeddings, unsqueeze_dim=2)
+        result = functional.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
+        return self.c_proj(result.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_that_is_split_does_what_the_rows_say(bias: bool) -> None:
+    """What a block keeps within 3 %, what it accesses within 10 % and the kernels that it launches within 15 %; its parameters
+    and their tensors are those of the module.
+    """
+    llama = wide("llama", Precision.BF16)
+    assert llama.architecture is not None
+    block = llama.block(1)
+    assert isinstance(block.mixer, Attention)
+    mixer = replace(block.mixer, key_value_heads=block.mixer.heads, joint=JointProduct.SPLIT, bias=bias)
+    blocks = (replace(block, mixer=mixer),) * llama.transformer_blocks
+    workload = replace(llama, architecture=replace(llama.architecture, blocks=blocks))
+    config = small_config("llama", WIDE | {"num_key_value_heads": WIDE["num_attention_heads"]})
+    theirs = layers_of(built(config, "meta", attention="sdpa"), "llama")[0]
+    with torch.device("meta"):
+        theirs.self_attn = _SplitAttention(theirs.self_attn, mixer.head_dim, bias)
+    module, x = Layer(theirs, mixer.head_dim).to(torch.bfloat16).train(), given(workload)
+    times = unit(workload, 0)
+    parameters = list(module.parameters())
+    assert (times.parameters, times.tensors) == (sum(one.numel() for one in parameters), len(parameters))
+    assert times.activation_bytes == pytest.approx(kept_bytes(module, x), rel=0.03)
+    with counting() as counter:
+        y = module(x)
+        counter.backward = True
+        torch.autograd.grad(y, [x, *parameters], torch.empty_like(y))
+    rows = part(workload, 0)
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        accessed = sum(n * width for n, width in counter.tensors(backward)) / (workload.tokens * workload.hidden_size)
+        casts = rows.total("casts")
+        ours = 2 * (rows.total(direction) + casts) + 4 * (rows.total(f"{direction}_fp32") + casts)
+        assert ours == pytest.approx(accessed, rel=0.10), direction
+        assert rows.total(f"{direction}_kernels") == pytest.approx(counter.kernels(backward), rel=0.15), direction
 
 
 @pytest.mark.parametrize(("family", "products"), [("llama", 1), ("qwen3", 1), ("olmo2", 0), ("gpt2", 0)])

@@ -23,6 +23,7 @@ from autohete.workload.model import (
     Block,
     Experts,
     FeedForward,
+    JointProduct,
     LatentAttention,
     LinearAttention,
     Mixer,
@@ -137,9 +138,9 @@ def masked_part(part: Part, block: Block, hidden_size: int, mask: AttentionMask 
     if mask is None or not isinstance(a, (Attention, LatentAttention)):
         return part
     made = (mask is AttentionMask.BOOL) / a.heads
-    q, kv = (a.query_size, a.key_value_size) if isinstance(a, Attention) else (0, 0)
+    q, kv, joint = (a.query_size, a.key_value_size, a.joint) if isinstance(a, Attention) else (0, 0, None)
     grouped = q != kv
-    kept = grouped * (q - 3 * kv if block.joint else 2 * (q - kv)) / hidden_size
+    kept = grouped * (q - 3 * kv if joint else 2 * (q - kv)) / hidden_size
     copied = grouped * 2 * (q + kv) / hidden_size
 
     def masked(one: Operation) -> Operation:
@@ -250,10 +251,13 @@ class _Eager(_Rows):
     def attention(self, a: Attention) -> Iterable[Operation]:
         q, kv, h = a.query_size, a.key_value_size, self.h
         source = f"{_TRANSFORMERS}llama: LlamaAttention"
-        taken_apart = 13 * (q + 2 * kv) if self.block.joint else 6 * h  # slices that are put together again, or three gradients
+        # Gradients of three parts that are put together, or those of the input that are added; and kernels of backward.
+        taken_apart, kernels = 6 * h, 8
+        if a.joint:
+            taken_apart, kernels = (13 * (q + 2 * kv), 8) if a.joint is JointProduct.SLICES else (2 * (q + 2 * kv), 3 + a.bias)
         biases = (q + 2 * kv) * a.bias
         gate = q * a.gated
-        yield self.row("first product", source, (1 if self.block.joint else 3, 8), backward=taken_apart + biases, kept=h)
+        yield self.row("first product", source, (1 if a.joint else 3, kernels), backward=taken_apart + biases, kept=h)
         for size, all_heads in ((q, a.whole_norm), (kv, a.whole_norm), (q, a.head_norm), (kv, a.head_norm)):
             if all_heads:
                 yield self.norm("norm of queries or keys", size, self.block.norm)
@@ -264,7 +268,7 @@ class _Eager(_Rows):
             yield self.row(
                 "rotation", f"{source}, apply_rotary_pos_emb", (10, 18), forward=10 * (q + kv), backward=15 * (q + kv)
             )
-        values = q + 2 * kv if self.block.joint else kv  # which they are a part of
+        values = q + 2 * kv if a.joint else kv  # which they are a part of
         yield from self.core(a, q + kv + values, q, repeated=2 * (q - kv))
         if gate:
             yield self.row(
@@ -298,7 +302,8 @@ class _Eager(_Rows):
                 kept=both,
                 kept_fp32=a.heads,
             )
-            if self.block.joint:  # its result lies as its queries do, which were put together head by head
+            if isinstance(a, Attention) and a.joint is JointProduct.SLICES:
+                # Its result lies as its queries do, which were put together head by head.
                 yield self.row(_RESULT_COPY, source, (1, 0), forward=2 * result, kept=result)
             return
         source = f"{_TRANSFORMERS}llama: eager_attention_forward"
@@ -350,7 +355,7 @@ class _Eager(_Rows):
         """An MLP, or the experts that a token goes to."""
         m, n, h = mlp.width, rows_per_token, self.h
         source = f"{_TRANSFORMERS}llama: LlamaMLP"
-        apart = 0 if not mlp.gated or n > 1 else 4 * m if self.block.joint else 3 * h
+        apart = 0 if not mlp.gated or n > 1 else 4 * m if mlp.joint else 3 * h
         yield self.row(
             "first product", source, (1 + mlp.gated, 3 + 2 * mlp.gated), backward=n * (apart + mlp.up * mlp.bias), kept=n * h
         )

@@ -102,7 +102,8 @@ def _rules(block: Block, component: Mixer | FeedForward | None, hidden_size: int
     attention = component if isinstance(component, Attention) else None
     # A norm of ``Norm.RMS`` that reads 16 bit writes fp32, as it multiplies by its weight after the cast back.
     widens = block.norm is not Norm.RMS_FP32 and not made.fuses_norms
-    layers = 1 if block.joint else 3 if attention else 1 + (isinstance(component, Mlp) and component.gated)
+    joint = isinstance(component, (Attention, Mlp)) and bool(component.joint)
+    layers = 1 if joint else 3 if attention else 1 + (isinstance(component, Mlp) and component.gated)
     rules: dict[str, _Rule] = dict.fromkeys(_FIRSTS, partial(_first, layers=layers)) | dict.fromkeys(_NORMS, _wide)
     ends_wide = widens and block.norm_place is not NormPlace.BEFORE
     rules |= dict.fromkeys(_RESIDUALS, _wide if ends_wide else _residual)
