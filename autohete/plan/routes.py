@@ -395,8 +395,13 @@ class UnitPlan(Hashed):
 
     @property
     def accumulates_on_host(self) -> bool:
-        """Whether the gradients of each micro-batch are copied to the host, where the CPU adds them."""
+        """Whether the gradients of each micro-batch are copied to the host, where they are added."""
         return self.update.on is Processor.CPU and self.gradients.home == HOST_MEMORY
+
+    @property
+    def cpu_adds(self) -> bool:
+        """Whether the CPU adds them, which it does unless the sums come back to the GPU."""
+        return self.accumulates_on_host and not self.gradients.carried.returned_bytes
 
     @property
     def sums_leave(self) -> bool:
