@@ -208,7 +208,8 @@ class _SplitAttention(nn.Module):
         parts = self.c_attn(hidden_states).split(self.sizes, dim=2)
         q, k, v = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
         q, k = rotate(q, k, *position_embeddings, unsqueeze_dim=2)
-        result = functional.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)), is_causal=True)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        result = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(result.transpose(1, 2).flatten(2)), None
 
 
