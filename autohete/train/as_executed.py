@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autohete.plan import Activations, Footprint, Format, Hooks, Plan, SavedRoute, UnitPlan
+from autohete.plan import Activations, Footprint, Format, Plan, SavedRoute, UnitPlan
 from autohete.plan.rules import ByPriority, GradientsLeaveBeforeBackward
 from autohete.profile import Profile, UnitProfile
 
@@ -15,9 +15,9 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
     Placement, order and waits stay those of the system, but for one wait: where updates are delayed, backward waits until the
     gradients of the previous iteration have left, as each unit has one place for them. The system's transfer formats and passes
     over memory change: gradients and parameters cross in the type that the GPU computes with, and no kernel of a system works
-    on gradients; modules have no hooks; the CPU step is one fused kernel (``runtime/optimizer.py``) on states, gradient and the
-    only host copy of the parameters. Lanes of several ranks take their tasks in the order of issue: what is most urgent at a
-    moment may differ from rank to rank, but the order of their collectives must not.
+    on gradients; the CPU step is one fused kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the
+    parameters. Lanes of several ranks take their tasks in the order of issue: what is most urgent at a moment may differ from
+    rank to rank, but the order of their collectives must not.
 
     Args:
         plan: plan of a system.
@@ -49,7 +49,6 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         scales_gradients=element == 2,  # during the cast to fp32
         gradient_bytes=0,
         check_bytes=0,
-        hooks=Hooks(),
         footprint=Footprint(
             gpu_buffer_bytes=plan.footprint.gpu_buffer_bytes,
             host_optimizer_bytes=profile.optimizer_bytes + (0 if pins else 2 * element),

@@ -21,7 +21,7 @@ from autohete.execution.sharing import FULL_RATE, Sharing
 from autohete.hardware import Hardware, Place, load_hardware
 from autohete.lowering import lower
 from autohete.lowering.budget import with_memory
-from autohete.plan import Plan, Processor
+from autohete.plan import Hooks, Plan, Processor
 from autohete.plan.policy import Verdict
 from autohete.plan.rules import BlockingCopies
 from autohete.planner.optimistic import OptimisticJudge
@@ -669,17 +669,21 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
     assert tasks[TaskId(Kind.REDUCE_GRADIENTS, unit)] == pytest.approx(reduction, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "twin_flow:ratio=50", "superoffload", "fsdp2_offload"])
-def test_the_runtime_has_no_kernels_and_hooks_of_a_system(policy: str) -> None:
-    """What it executes of a system's plan computes as long as one without offload."""
+@pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "twin_flow:ratio=50", "superoffload", "zenflow"])
+def test_the_runtime_has_no_kernels_of_a_system(policy: str) -> None:
+    """What it executes of a system's plan works on gradients with its backward alone, and no gradient comes back."""
     name, _, flags = policy.partition(":")
     profile, plan = planned(f"{name}:checkpointing=none{',' * bool(flags)}{flags}")
-    passes = (Kind.FORWARD, Kind.BACKWARD)
-    ours, resident = (
-        {task.id: task.duration_ns for task in lower(profile, one).tasks if task.id.kind in passes}
-        for one in (as_executed(plan, profile), everything_resident(profile))
+    backwards, copies = (
+        [
+            {task.id: task.duration_ns for task in lower(profile, one).tasks if task.id.kind is kind}
+            for one in (plan, replace(as_executed(plan, profile), hooks=Hooks()), everything_resident(profile))
+        ]
+        for kind in (Kind.BACKWARD, Kind.OFFLOAD_GRADIENTS)
     )
-    assert ours == resident
+    assert all(seconds > backwards[2][task] for task, seconds in backwards[0].items())
+    assert backwards[1] == backwards[2]
+    assert all(seconds < copies[0][task] for task, seconds in copies[1].items())
 
 
 @pytest.mark.parametrize("lora", [None, Lora(8)], ids=["full", "adapters"])
