@@ -214,10 +214,9 @@ def _workload(name: str, given: dict[str, Any]) -> Workload:
         training["galore"] = GaLore(**fields.pop("galore"))
     if training:
         fields["training"] = Training(**training)
-    joint = fields.pop("joint_attention", False)
     if model is not None or config is not None:
         read = read_model(model) if config is None else parse_model(config, name)
-        if joint:
+        if fields.pop("joint_attention", False):
             fields["architecture"] = _with_joint_attention(read)
         return replace(read, **fields)
     return replace(WORKLOADS[preset], **fields) if preset else Workload(name=name, **fields)

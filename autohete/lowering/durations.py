@@ -100,7 +100,7 @@ def to_gpu(size_bytes: int, *, pinned: bool = True) -> Duration:
 
 @_kept
 def to_host(size_bytes: int, *, pinned: bool = True, fresh: bool = False, returned_bytes: int = 0) -> Duration:
-    """A copy to the host, within which some bytes come back."""
+    """A copy to the host, during which ``returned_bytes`` are copied back."""
 
     def seconds(profile: Profile) -> float:
         back = profile.h2d_seconds(returned_bytes, pinned=pinned) if returned_bytes else 0.0

@@ -272,7 +272,7 @@ class Updates:
         assert added is not None, "what was copied moves"
         assert summed is not None, "the first of several micro-batches is copied in the format of the sums"
         b.make(copy, arrived, added.size_bytes)
-        # Adding reads two values and writes one. If the sum came back to the GPU, it was added to there.
+        # Adding reads two values and writes one. Where sums are copied back to the GPU, it has added them already.
         seconds = durations.cpu_kernel(3 * summed.size_bytes if plan.cpu_adds else 0)
         add = b.task(Kind.ACCUMULATE, unit, CPU, seconds, unit, micro_batch)
         b.read(add, Value.ARRIVED_GRADIENTS, unit, HOST_MEMORY)

@@ -212,8 +212,8 @@ class Plan(Hashed):
         flat_buffers: what its collectives need besides.
         gradient_bytes: traffic of the GPU's memory for each trained parameter, of kernels that the system runs on each gradient
             as soon as backward has made it.
-        check_bytes: the same, of kernels that it runs on each complete gradient before it leaves: a norm, or a search for
-            infinite values. GPUs that shard gradients check their parts.
+        check_bytes: the same for kernels that it runs on each complete gradient before it leaves the GPU: a norm, or a search
+            for infinite values. GPUs that shard gradients check their parts.
         hooks: what its hooks cost the host.
         pass_order: the order of forwards and backwards of micro-batches, if ranks compute different units.
         dealt: stages that ranks are dealt in turn. Then no unit names its rank, and all micro-batches pass a stage before the

@@ -102,7 +102,7 @@ class Move(NamedTuple):
         fresh: the host's side is pageable memory that nothing has touched yet.
         part: index of the part of the value: of activations, that of :func:`saved_parts`. Of parameters, which come as a whole,
             that of the recomputation for which they come.
-        returned_bytes: bytes that come back to the GPU within the copy.
+        returned_bytes: bytes that are copied back to the GPU during the copy.
     """
 
     value: Value

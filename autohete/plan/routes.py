@@ -46,8 +46,8 @@ class Format:
             one buffer, which is freed when the last of them has ended.
         fresh: a copy to the host goes to pageable memory that is allocated for it, as by ``tensor.cpu()``. Each page is first
             touched by the copy, and the kernel has to find and clear it.
-        returned_bytes: bytes per element of a gradient that come back to the GPU within a copy to the host, which meanwhile
-            waits: the system checks them there, and adds gradients of later micro-batches to them, which else the CPU does.
+        returned_bytes: bytes per element of a gradient that are copied back to the GPU during a copy to the host, which takes
+            that much longer. The system checks gradients there, and adds those of later micro-batches instead of the CPU.
     """
 
     element_bytes: int | None = None
@@ -400,7 +400,7 @@ class UnitPlan(Hashed):
 
     @property
     def cpu_adds(self) -> bool:
-        """Whether the CPU adds them, which it does unless the sums come back to the GPU."""
+        """Whether the CPU adds them: it does unless the sums are copied back to the GPU."""
         return self.accumulates_on_host and not self.gradients.carried.returned_bytes
 
     @property

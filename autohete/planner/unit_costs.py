@@ -155,7 +155,7 @@ class Costs:
         copies = tuple(self._copies(unit, one, sizes))
         arrays = pinned_arrays(profile, held, sizes.cpu_updated)
         added = [copy for copy in copies if copy.move.value is Value.GRADIENTS and copy.move.batches is Batches.OTHERS]
-        added = added if one.cpu_adds else []  # otherwise they come back, and the GPU adds
+        added = added if one.cpu_adds else []  # otherwise they are copied back, and the GPU adds
         traffic = plan.update_bytes, plan.elementwise_bytes
         gpu, cpu = (
             (scaled_bytes(profile, plan, unit, side), shards.share(unit, side)) for side in (Processor.GPU, Processor.CPU)

@@ -16,10 +16,12 @@ Optimizer states are on the host, in sub-groups. Every k-th sub-group is updated
 - All arrays are pinned, also that of all gradients in 16 bit, to which each micro-batch is added. CPUAdam has its own moments
   in addition to the pinned ones, which are allocated for every sub-group.
 
-Not modelled: the DRAM traffic of that thread; the GPU's update waits for the CPU updates before it, and refreshes wait for the
-others of their gap. Sub-groups are counted in the order of updates, which here is the order of backward. The paper chooses the
-stride with a performance model that the code does not contain; without ``stride``, the stride here keeps CPU and link equally
-busy.
+- Norms of gradients, and in fp16 a search for infinite values, are as in :mod:`autohete.policies.twin_flow`.
+
+Not modelled: gradients of the CPU's sub-groups are copied back to the GPU, as there; the DRAM traffic of that thread; the GPU's
+update waits for the CPU updates before it, and refreshes wait for the others of their gap. Sub-groups are counted in the order
+of updates, which here is the order of backward. The paper chooses the stride with a performance model that the code does not
+contain; without ``stride``, the stride here keeps CPU and link equally busy.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ CAST = 6
 UNSCALE = 8
 
 #: What DeepSpeed's stage 3 does with all gradients on the host, in fp16: ``isinf`` (an absolute value and a comparison),
-#: ``isnan``, and ``any`` of each (``has_overflow`` in stage3.py, since 0.9.4, pull 3622); and what its temporaries take.
+#: ``isnan``, and ``any`` of each (``has_overflow`` in stage3.py, since 0.9.4, pull 3622); and the size of its temporaries.
 _SEARCH, _SEARCH_HELD = 12, 3
 #: The copy of a gradient in fp64, written and read, whose norm DeepSpeed computes on the GPU (``double().norm(2)``).
 _COPY_FOR_NORM = 16
@@ -38,17 +38,19 @@ def casts(profile: Profile) -> int:
 
 
 def search(profile: Profile) -> int:
-    """DeepSpeed's stage 3 looks for infinite values among gradients in fp16, on the CPU."""
+    """Traffic of DeepSpeed's search for infinite values in stage 3: on the CPU, in fp16 only."""
     return _SEARCH if profile.workload.precision is Precision.FP16 else 0
 
 
 def search_held(profile: Profile) -> int:
-    """Bytes per parameter that the host holds meanwhile."""
+    """Bytes per parameter that the host holds during :func:`search`."""
     return _SEARCH_HELD if search(profile) else 0
 
 
 def norm(profile: Profile) -> int:
-    """What DeepSpeed's norm of each gradient accesses on the GPU, besides the read that a task of clipping is."""
+    """Traffic on the GPU of the norm that DeepSpeed computes of each gradient. If the workload clips, the task for the norm
+    already reads the gradient.
+    """
     return _COPY_FOR_NORM + (0 if profile.workload.clips else profile.element_bytes)
 
 

@@ -10,14 +10,14 @@ Based on DeepSpeed 0.19.6 at edaa7221, ``deepspeed/runtime/zero/stage3.py``, and
 - Parameters stay on the GPU: with one GPU a gathered parameter is its own partition (``partition_parameters.py``,
   ``NoGatherHandle``). Several GPUs gather them for each use.
 - A gradient is copied to the host twice, in its own format and in fp32 (lines 1905 and 1407), and back in between (line 1908).
-  One stream does all three, beside backward; here they are one copy to the host, which takes that long. ``pin_memory`` off is
+  One stream does all three, beside backward; here they are one copy to the host that takes as long. ``pin_memory`` off is
   the default up to 0.19.4 (pull 8207): copies block backward. Not modelled: gradients that the GPU uses also go to the host and
   back; copies begin only when the bucket is full.
 - Up to 0.15.3 the second copy blocks backward even if its target is pinned: it brings 16 bit to a pageable temporary, which the
   CPU casts (``fp32_grad_tensor.copy_(grad_buffer)``). The first one does not. From 0.16.3 (pull 6962) to 0.19.4 it blocks, too,
   but the GPU casts and the copy is pinned; this is not modelled.
-- Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. What
-  comes back is added to on the GPU, and goes to the host again (line 1914). Here it takes as long, but the GPU no time.
+- Sums over micro-batches rest on the host in the gradients' own format; only after the last there is the second copy. They
+  are copied to the GPU, added there, and copied back (line 1914). Both copies are counted, the addition on the GPU is not.
 - ``step`` processes the sub-groups one after the other (line 2629): it unscales the gradient, updates, and copies the
   parameters to where they are used. The first are updated on the GPU while CPUAdam updates the others; each of the latter is
   cast on the CPU into a pageable temporary and copied before the next begins. So the time of a step is linear in the ratio.

@@ -13,6 +13,7 @@ Based on github deepspeedai/DeepSpeed at 12e65a6b: ``runtime/swap_tensor/pipelin
 - Reads and writes go through locked buffers of the size of the largest sub-group in fp32 (``swap_tensor/utils.py``,
   ``SwapBufferManager``): four (``buffer_count``), which a sub-group takes, and twelve with pipelines, where one is read and one
   written beside it. They are permanent; here they last as long as they hold something.
+- Norms of gradients, and in fp16 a search for infinite values, are as in :mod:`autohete.policies.twin_flow`.
 - The host holds an array of all gradients in their own format (``grad_partitions_flat_buffer`` in ``stage3.py``), and the cast
   of one sub-group.
 

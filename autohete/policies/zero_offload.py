@@ -13,10 +13,10 @@ DeepSpeed at 02aa38c3 and its releases, ``deepspeed/runtime/zero/stage_1_and_2.p
 - ``step`` unscales all gradients in place on the CPU, then runs CPUAdam over the whole model. Clipping (off by default until
   0.19.2, then 1.0) is done by the same multiplication (``unscale_and_clip_grads`` multiplies by ``1 / combined_scale``). The
   norm is computed on the GPU in backward, before a gradient is copied, whether or not gradients are clipped
-  (``set_norm_for_param_grad_in_gpu``: a copy in fp64, 8 bytes). Both read at 02aa38c3. If the workload clips, tasks of their
-  own read the gradients, and this is the rest.
-- Each complete gradient is searched for infinite values (``_has_inf_or_nan``): by its sum in fp32 up to 0.13.2, of which 0.14
-  stands here, and since (pull 5115) by the largest of what ``isnan`` and ``isinf`` return in fp32.
+  (``set_norm_for_param_grad_in_gpu``), from a copy in fp64. Both read at 02aa38c3. If the workload clips, separate tasks read
+  the gradients, and backward has the rest of the norm's traffic.
+- Each complete gradient is searched for infinite values (``_has_inf_or_nan``): up to 0.13.2, which 0.14 represents here, by its
+  sum in fp32; since then (pull 5115) by the maximum of ``isnan`` and ``isinf``.
 - Up to 0.8.3, in fp16, CPUAdam writes updated parameters into fp32 tile buffers, from which the GPU reads and casts them while
   the next tile is updated (``launch_param_update``). In bf16 and fp32, and from 0.9.0 on (pull 3097), the upload follows.
 - 0.9.0 to 0.14.0 cast on the CPU into a pageable temporary. 0.14.1 to 0.16.9 (pull 5301) copy the fp32 master of the whole

@@ -46,7 +46,7 @@ def _inside(workload: Workload, unit: int, component: Mixer | FeedForward) -> in
             shared = component.shared
             inside = 2 + (component.expert.activation is not Activation.CLAMPED_SWIGLU)  # router, experts, activation
             return 1 + inside + (0 if shared is None else 4 + shared.gated + component.shared_gate)
-        case Attention():  # with one product also dropout (Phi-3), or the kernel (Qwen)
+        case Attention():  # a joint product comes with a module for dropout (Phi-3), or for the fused attention (Qwen)
             inside = 2 * (component.head_norm or component.whole_norm) + (component.joint is not None)
         case LatentAttention():
             inside = 1 + (component.query_rank is not None)

@@ -84,7 +84,7 @@ class Rates:
         fp8 the operands have one byte each; the result has not. With fp32 both have four, whatever the workload's precision.
         One that ``adds`` to a sum reads that as well. While a tile's pipeline fills, and while its result is written, it waits
         for memory; so the product takes at most as long as both after each other, which bounds those of small inner size, such
-        as adapters. ``width`` divides the length of all rows in memory, which limits the rate if it is no multiple of 8.
+        as adapters. Rows in memory are multiples of ``width`` elements long, which limits the rate if that is no multiple of 8.
         """
         waves, filling = small_product_factors(rows, columns, inner, batch, self.multiprocessors)
         flops = self.flops_32bit if fp32 else self.flops_8bit if fp8 else self.flops

@@ -154,8 +154,8 @@ class _Roofline(Rates):
         return seconds + exchange(seconds, *sent, backward=False), backward + exchange(backward, *sent, backward=True)
 
     def _width(self, columns: int, inner: int) -> int:
-        """What divides the rows of a matrix, its input and its result. Kernels that are not eager are those of systems that pad
-        their matrices (``make_vocab_size_divisible_by`` in Megatron-LM, nanoGPT's ``vocab_size``).
+        """A common divisor of the rows of a matrix, its input and its result. Kernels that are not eager belong to systems that
+        pad their matrices (``make_vocab_size_divisible_by`` in Megatron-LM, nanoGPT's ``vocab_size``).
         """
         return math.gcd(columns, inner) if self.workload.kernels in EAGER_KERNELS else ALIGNED_ELEMENTS
 

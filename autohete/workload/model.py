@@ -122,8 +122,8 @@ def causal_tokens(sequence_length: int, window: int | None = None) -> float:
 
 
 class JointProduct(StrEnum):
-    """How one product for queries, keys and values is taken apart: by three slices, whose gradients backward puts into zeros
-    and adds (Phi-3), or by a split, which puts them together (the first Qwen).
+    """How one product for queries, keys and values is taken apart: by three slices, whose gradients backward writes into zeros
+    and adds (Phi-3), or by a split, whose gradients it concatenates (the first Qwen).
     """
 
     SLICES = "slices"
@@ -144,7 +144,7 @@ class Attention(Component):
         sinks: each head has a learned logit that no token takes (gpt-oss).
         rotary: positions rotate queries and keys (Su et al. 2021).
         soft_cap: scores are bounded by a hyperbolic tangent (Gemma 2).
-        joint: queries, keys and values come of one product, which is taken apart; None: of three.
+        joint: how the one product for queries, keys and values is taken apart; None: there are three.
     """
 
     heads: int
@@ -321,7 +321,7 @@ class Mlp(Component):
         activation: the function.
         gated: half of what goes up is multiplied by the activation of the other half.
         bias: of all products.
-        joint: both halves come of one product (Phi-3).
+        joint: one product computes both halves (Phi-3).
     """
 
     width: int

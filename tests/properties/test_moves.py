@@ -212,6 +212,8 @@ def test_only_copies_home_touch_new_pages() -> None:
     assert not any(move.pinned for move in found)
     with pytest.raises(InputError, match="pinned=False"):
         Format(fresh=True)
+    with pytest.raises(InputError, match="returned_bytes is 65: give 0 to 64"):
+        Format(returned_bytes=65)
 
 
 def test_states_on_drives_pass_through_the_host() -> None:

@@ -531,6 +531,18 @@ def test_casts_on_a_thread_of_their_own_delay_no_update() -> None:
     assert work(found, Kind.CPU_UPDATE) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("precision", "searched"), [(Precision.FP16, 12), (Precision.BF16, 0), (Precision.FP32, 0)])
+def test_stage_3_searches_gradients_on_the_cpu_in_fp16_alone(precision: Precision, searched: int) -> None:
+    """Besides unscaling and, in mixed precision, the cast; the temporaries of the search are larger than that of the cast."""
+    cast = 0 if precision is Precision.FP32 else 6
+    for policy in ("twin_flow:ratio=100", "zero3_offload:offload_param=off", "superoffload"):
+        _, plan = planned(f"{policy}{',' if ':' in policy else ':'}checkpointing=none", precision)
+        assert plan.elementwise_bytes == 8 + cast + searched + 8 * (policy == "superoffload")
+    profile, plan = planned("twin_flow:checkpointing=none,ratio=100", precision)
+    held = plan.footprint.host_buffer_bytes / sum(map(profile.part_of, range(len(profile.units))))
+    assert held == 3 if searched else held < 1
+
+
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**30, 2**30), (2**30 + 1, 2**31), (40_000_000_000, 2**36)])
 def test_pinned_memory_is_rounded_as_pytorch_rounds_it(size: int, pinned: int) -> None:
     """A pinned allocation takes the next power of two."""

@@ -251,13 +251,15 @@ class _Eager(_Rows):
     def attention(self, a: Attention) -> Iterable[Operation]:
         q, kv, h = a.query_size, a.key_value_size, self.h
         source = f"{_TRANSFORMERS}llama: LlamaAttention"
-        # Gradients of three parts that are put together, or those of the input that are added; and kernels of backward.
-        taken_apart, kernels = 6 * h, 8
-        if a.joint:
-            taken_apart, kernels = (13 * (q + 2 * kv), 8) if a.joint is JointProduct.SLICES else (2 * (q + 2 * kv), 3 + a.bias)
-        biases = (q + 2 * kv) * a.bias
+        parts = q + 2 * kv
+        # Backward adds three gradients of the input, or puts those of the parts together: each in zeros, or all at once.
+        gathered, kernels = {
+            None: (6 * h, 8),
+            JointProduct.SLICES: (13 * parts, 8),
+            JointProduct.SPLIT: (2 * parts, 3 + a.bias),
+        }[a.joint]
         gate = q * a.gated
-        yield self.row("first product", source, (1 if a.joint else 3, kernels), backward=taken_apart + biases, kept=h)
+        yield self.row("first product", source, (1 if a.joint else 3, kernels), backward=gathered + parts * a.bias, kept=h)
         for size, all_heads in ((q, a.whole_norm), (kv, a.whole_norm), (q, a.head_norm), (kv, a.head_norm)):
             if all_heads:
                 yield self.norm("norm of queries or keys", size, self.block.norm)
@@ -268,7 +270,7 @@ class _Eager(_Rows):
             yield self.row(
                 "rotation", f"{source}, apply_rotary_pos_emb", (10, 18), forward=10 * (q + kv), backward=15 * (q + kv)
             )
-        values = q + 2 * kv if a.joint else kv  # which they are a part of
+        values = parts if a.joint else kv  # which they are a part of
         yield from self.core(a, q + kv + values, q, repeated=2 * (q - kv))
         if gate:
             yield self.row(
