@@ -14,10 +14,11 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
 
     Placement, order and waits stay those of the system, but for one wait: where updates are delayed, backward waits until the
     gradients of the previous iteration have left, as each unit has one place for them. The system's transfer formats and passes
-    over memory change: gradients and parameters cross in the type that the GPU computes with, and no kernel of a system works
-    on gradients; the CPU step is one fused kernel (``runtime/optimizer.py``) on states, gradient and the only host copy of the
-    parameters. Lanes of several ranks take their tasks in the order of issue: what is most urgent at a moment may differ from
-    rank to rank, but the order of their collectives must not.
+    over memory change: gradients and parameters cross in the type that the GPU computes with, and no kernel of a system checks
+    gradients (those that do more with them stay: a Trainer refuses such a plan); the CPU step is one fused kernel
+    (``runtime/optimizer.py``) on states, gradient and the only host copy of the parameters. Lanes of several ranks take their
+    tasks in the order of issue: what is most urgent at a moment may differ from rank to rank, but the order of their
+    collectives must not.
 
     Args:
         plan: plan of a system.
@@ -47,7 +48,6 @@ def as_executed(plan: Plan, profile: Profile, *, pins: bool = False) -> Plan:
         update_bytes=24.0 + 2 * element if element == 2 else 28.0,
         elementwise_bytes=0,
         scales_gradients=element == 2,  # during the cast to fp32
-        gradient_bytes=0,
         check_bytes=0,
         footprint=Footprint(
             gpu_buffer_bytes=plan.footprint.gpu_buffer_bytes,

@@ -681,7 +681,7 @@ def test_collectives_work_on_flat_buffers(policy: str, gathers: int, reduces: in
     assert tasks[TaskId(Kind.REDUCE_GRADIENTS, unit)] == pytest.approx(reduction, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "twin_flow:ratio=50", "superoffload", "zenflow"])
+@pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "twin_flow:ratio=50", "superoffload"])
 def test_the_runtime_has_no_kernels_of_a_system(policy: str) -> None:
     """What it executes of a system's plan works on gradients with its backward alone, and no gradient comes back."""
     name, _, flags = policy.partition(":")
