@@ -17,6 +17,7 @@ from autohete.frameworks.training_script import TRAINED, dtype_of, requirements,
 from autohete.plan import Processor
 from autohete.policies.resident import Resident
 from autohete.policies.twin_flow import TwinFlow
+from autohete.policies.zenflow import ZenFlow
 from autohete.policies.zero3_offload import Zero3Offload
 from autohete.policies.zero_infinity import ZeroInfinity
 from autohete.policies.zero_offload import DeepSpeed, ZeroOffload
@@ -36,6 +37,11 @@ RELEASES = {
 }
 #: Elements in a million, in which policies count buckets.
 MILLION = 1_000_000
+#: The release for ZenFlow. 0.19.7 and 0.19.8 transpose weights as they flatten them, but not back, and so train a model whose
+#: weights are mixed up (``_update_model_bit16_weights`` in ``runtime/zero/stage_1_and_2.py``).
+RELEASE_OF_ZENFLOW = "0.19.6"
+#: Updates by ZenFlow's CPU between two choices of columns, where an epoch, DeepSpeed's own default, has no length.
+CHOSEN_EVERY = 100
 #: A folder on the drive, to be replaced by the reader's own.
 NVME_PATH = "/local_nvme"
 
@@ -114,6 +120,8 @@ class DeepSpeedFiles:
 
 
 def _release(decided: Decided) -> str:
+    if isinstance(decided.system, ZenFlow):
+        return RELEASE_OF_ZENFLOW
     return RELEASES[decided.system.deepspeed if isinstance(decided.system, ZeroOffload) else DeepSpeed.V2026]
 
 
@@ -123,6 +131,7 @@ def _release(decided: Decided) -> str:
 def _zero(decided: Decided) -> dict[str, Any]:
     sections: dict[type, Callable[[Any, Decided], dict[str, Any]]] = {
         ZeroOffload: _stage2_offload,
+        ZenFlow: _zenflow,
         Zero3Offload: _stage3_offload,
         TwinFlow: _twin_flow,
         ZeroInfinity: _infinity,
@@ -141,6 +150,18 @@ def _stage2_offload(system: ZeroOffload, decided: Decided) -> dict[str, Any]:
     if system.deepspeed is DeepSpeed.V0_3:
         return section | {"cpu_offload": True}
     return section | {"offload_optimizer": {"device": "cpu", "pin_memory": system.pins}}
+
+
+def _zenflow(system: ZenFlow, decided: Decided) -> dict[str, Any]:
+    interval = decided.workload.micro_batches  # DeepSpeed accumulates over update_interval, whatever the file says
+    flow = {
+        "topk_ratio": system.topk_ratio / 100,
+        "select_strategy": "step",
+        "select_interval": CHOSEN_EVERY * interval,  # a multiple: columns are chosen where an update is due
+        "update_interval": interval,
+        "overlap_step": system.overlap_step,
+    }
+    return _stage2_offload(ZeroOffload(bucket_size=system.bucket_size), decided) | {"zenflow": flow}
 
 
 def _stage3_offload(system: Zero3Offload, decided: Decided) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autohete.errors import InputError
-from autohete.frameworks.deepspeed import MILLION, RELEASES, WRITTEN_FOR
+from autohete.frameworks.deepspeed import MILLION, RELEASE_OF_ZENFLOW, RELEASES, WRITTEN_FOR
 from autohete.policies.zero_offload import DeepSpeed
 
 #: Stands for what transformers' own options set.
@@ -280,7 +280,10 @@ def _notes(config: Mapping[str, Any], zero: Mapping[str, Any], flags: Mapping[st
             "assumed; add :checkpointing=full or :checkpointing=none to the file's name"
         )
     if WRITTEN_FOR not in config:
-        yield f"DeepSpeed {RELEASES[DeepSpeed.V2026]} is assumed"
+        flows = bool(_section(zero, "zenflow"))
+        yield f"DeepSpeed {RELEASE_OF_ZENFLOW if flows else RELEASES[DeepSpeed.V2026]} is assumed" + (
+            ": 0.19.7 and 0.19.8 mix up the weights of a model that is trained with ZenFlow" if flows else ""
+        )
     if "gradient_clipping" not in config and WRITTEN_FOR not in config:
         yield f"gradients are clipped to {_CLIPPED}, as DeepSpeed does since 0.19.2 if gradient_clipping is left out"
     modelled = {"stage3_max_reuse_distance"} if "offload_param" in zero else set()

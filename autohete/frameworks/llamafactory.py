@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autohete.errors import InputError
-from autohete.frameworks.deepspeed import CONFIG, DeepSpeedFiles
+from autohete.frameworks.deepspeed import CONFIG, RELEASE_OF_ZENFLOW, DeepSpeedFiles
 from autohete.frameworks.framework import Abilities, Decided, ModelFiles
 from autohete.frameworks.settings_text import yaml_text
 from autohete.frameworks.training_script import facts, threads
 from autohete.policies.offload_activations import OffloadActivations, What
 from autohete.policies.resident import Resident
+from autohete.policies.zenflow import ZenFlow
 from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
 
@@ -64,7 +65,13 @@ class LlamaFactoryFiles:
 
     def command(self, decided: Decided) -> str:
         """See :class:`~autohete.frameworks.framework.Framework`."""
-        return f"{threads(decided)}llamafactory-cli train train.yaml"
+        command, ranks = "llamafactory-cli train train.yaml", decided.hardware.all_gpus_of_node
+        if isinstance(decided.system, OffloadActivations) or (
+            isinstance(decided.system, Resident) and not decided.system.deepspeed
+        ):
+            return f"{threads(decided)}{command}"
+        # It starts torchrun by itself on several GPUs only, but refuses DeepSpeed without (``hparams/parser.py``).
+        return f"{threads(decided) or 'env '}FORCE_TORCHRUN=1 NPROC_PER_NODE={ranks} {command}"
 
     def _settings(self, decided: Decided, weights: str) -> dict[str, Any]:
         _ABILITIES.check(decided)
@@ -112,6 +119,8 @@ def _method(decided: Decided) -> dict[str, Any]:
         return _pure(decided) | checkpointing
     if training.lora is not None and training.lora.quantised:
         raise InputError("has no base in NF4 with DeepSpeed's offloading: plan with LoRA alone, or with resident")
+    if isinstance(system, ZenFlow):
+        raise InputError(f"runs the DeepSpeed that is installed, and ZenFlow needs {RELEASE_OF_ZENFLOW}: plan for deepspeed")
     try:
         DeepSpeedFiles().check(decided)
     except InputError as error:

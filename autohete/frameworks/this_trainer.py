@@ -58,11 +58,20 @@ class TrainerFiles:
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""
         _ABILITIES.check(decided)
+        plan, workload = decided.plan, decided.workload
+        if plan.gradient_bytes:
+            raise InputError(
+                "updates with whole gradients, of which this policy selects: plan with another, such as zero_offload"
+            )
+        if plan.delayed and (workload.clip_norm is not None or workload.micro_batches > 1 or decided.hardware.gpus > 1):
+            raise InputError(
+                "delays updates of one micro-batch on one GPU, without clipping: plan so, or with a policy that does not delay"
+            )
         if decided.hardware.gpus > 1 and _far(decided):
             raise InputError("has no values on drives with several ranks: plan without them, or for one GPU")
         if _far(decided) - {"nvme"}:
             raise InputError("has one place besides GPU and host, nvme: plan with that")
-        if any(unit.results for unit in decided.plan.units):
+        if any(unit.results for unit in plan.units):
             raise InputError("keeps no results of products for recomputations: plan without them")
 
     def files(self, decided: Decided, model: ModelFiles) -> dict[str, str]:

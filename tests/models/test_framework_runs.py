@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.decided import TINY, decided, files_of
 
-from autohete.frameworks.deepspeed import CONFIG
+from autohete.frameworks.deepspeed import CONFIG, RELEASE_OF_ZENFLOW
 from autohete.workload import Precision, Workload
 from autohete.workload.training import Lora, Training
 
@@ -118,6 +119,24 @@ def test_deepspeed_trains_with_the_written_file(policy: str, tmp_path: Path) -> 
     assert found["deepspeed"] == pytest.approx(found["torch"], abs=2e-5)
 
 
+@pytest.mark.slow
+@needs_deepspeed
+@needs_cpu_adam
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is not None and importlib.metadata.version("deepspeed") != RELEASE_OF_ZENFLOW,
+    reason=f"ZenFlow is written for DeepSpeed {RELEASE_OF_ZENFLOW}",
+)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_zenflow_trains_with_the_written_file(overlap: str, tmp_path: Path) -> None:
+    """It begins with the weights that it is given, and updates a tenth of their columns before the second micro-batch."""
+    policy = f"zenflow:checkpointing=full,overlap_step={overlap}"
+    found = losses(
+        tmp_path, {"torch": ("torch", "resident:checkpointing=none", SMALL), "zenflow": ("deepspeed", policy, SMALL)}
+    )
+    assert found["zenflow"] == pytest.approx(found["torch"], abs=5e-4)
+    assert found["zenflow"][0] != pytest.approx(found["torch"][0], abs=2e-6)
+
+
 PARSE = """
 import json, sys
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -138,6 +157,7 @@ def test_deepspeed_reads_every_file(tmp_path: Path) -> None:
         "zero_offload": [2, "cpu", None],
         "zero3_offload": [3, "cpu", "cpu"],
         "zero3_offload:offload_param=off": [3, "cpu", None],
+        "zenflow": [2, "cpu", None],
         "twin_flow:ratio=30": [3, "cpu", None],
         "zero_infinity:offload_param,pipeline": [3, "nvme", "cpu"],
         "resident:zero_stage=1,deepspeed": [1, None, None],

@@ -47,6 +47,10 @@ RUN_BY = [
     ("zero_offload:paper", LLAMA, "trainer"),
     ("zero3_offload", LLAMA, "deepspeed llamafactory trainer"),
     ("twin_flow:ratio=50", LLAMA, "deepspeed llamafactory trainer"),
+    ("zenflow", LLAMA, "deepspeed"),
+    ("zero_offload:paper,delayed_update", LLAMA, "trainer"),
+    ("zero_offload:paper,delayed_update", replace(LLAMA, clip_norm=1.0), ""),
+    ("zero_offload:paper,delayed_update", replace(LLAMA, micro_batches=2), ""),
     ("megatron_hybrid:percent=50", LLAMA, "megatron trainer"),
     ("zero_infinity", LLAMA, "deepspeed llamafactory trainer"),
     ("fsdp2_offload", LLAMA, "fsdp2 torchtitan trainer"),
@@ -217,7 +221,10 @@ def test_ranks_that_update_are_bound_and_have_threads() -> None:
     threads = f"env OMP_NUM_THREADS={several.hardware.cpu.cores} "
     bound = f"{threads}torchrun --numa-binding exclusive --nproc-per-node 4 train.py"
     assert BY_NAME["deepspeed"].command(several) == BY_NAME["trainer"].command(several) == bound
-    assert BY_NAME["llamafactory"].command(several).startswith(f"{threads}llamafactory-cli")
+    started = "FORCE_TORCHRUN=1 NPROC_PER_NODE={} llamafactory-cli train train.yaml"  # DeepSpeed needs torchrun on one GPU, too
+    assert BY_NAME["llamafactory"].command(several) == threads + started.format(4)
+    assert BY_NAME["llamafactory"].command(alone) == "env " + started.format(1)
+    assert BY_NAME["llamafactory"].command(decided("resident", TINY)) == "llamafactory-cli train train.yaml"
     assert BY_NAME["deepspeed"].command(alone) == "torchrun --nproc-per-node 1 train.py"
     assert BY_NAME["fsdp2"].command(staying) == "torchrun --nproc-per-node 4 train.py"
 
@@ -275,6 +282,8 @@ ROUND_TRIPS = [
     "zero_offload:deepspeed=0.16,pin_memory",
     "zero_offload:deepspeed=0.14",
     "zero_offload:deepspeed=0.8.3",
+    "zenflow:bucket_size=50,checkpointing=none",
+    "zenflow:topk_ratio=5,overlap_step=off",
     "twin_flow:ratio=40,sub_group_size=100000000",
     "twin_flow:ratio=60,pin_memory=off,sub_group_size=200000000",
     "zero3_offload",
@@ -373,6 +382,18 @@ def test_zenflow_counts_its_steps_as_micro_batches() -> None:
     assert (read.training["batch_size"], read.training["micro_batches"]) == (2, 4)
     plain = read_deepspeed(configuration(ZERO_OFFLOAD | {"zenflow": {"update_interval": 2}}), gpus=1, hidden_size=64)
     assert plain.policy == "zenflow:bucket_size=500,topk_ratio=10,overlap_step=off"
+    assert any("0.19.6 is assumed: 0.19.7" in note for note in plain.notes)
+
+
+def test_zenflow_is_written_for_a_release_that_trains_the_weights_it_is_given() -> None:
+    """Columns are chosen where an update is due, and micro-batches are its steps."""
+    files = files_of("deepspeed", decided("zenflow", replace(LLAMA, micro_batches=4)))
+    config = json.loads(files[CONFIG])
+    flow = config["zero_optimization"]["zenflow"]
+    assert flow["update_interval"] == config["gradient_accumulation_steps"] == 4
+    assert (flow["select_strategy"], flow["select_interval"] % 4) == ("step", 0)
+    assert config["written_for"] == "deepspeed 0.19.6"
+    assert "deepspeed==0.19.6" in files["requirements.txt"].split()
 
 
 @pytest.mark.parametrize(
