@@ -154,6 +154,7 @@ def _trained(decided: Decided) -> dict[str, Any]:
         "finetuning_type": "lora",
         "lora_rank": lora.rank,
         "lora_alpha": 2 * lora.rank,
+        "lora_dropout": lora.dropout,
         "lora_target": ",".join(names),
         **quantised,
     }

@@ -174,7 +174,7 @@ def _model(workload: Workload, model: _Model) -> dict[str, Any]:
         "apply_lora_to_output": False,
         "lora_rank": lora.rank,
         "lora_alpha": 2 * lora.rank,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
     }
 
 

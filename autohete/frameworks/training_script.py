@@ -125,7 +125,8 @@ def step(source: Iterator[torch.Tensor]) -> float:
 train(given.steps, batches(given, BATCH_SIZE, vocabulary, rank), step, rank)
 """
 _ADAPTERS = """\
-    lora = peft.LoraConfig(r=$rank, lora_alpha=$twice, target_modules=$targets)
+    targets = $targets
+    lora = peft.LoraConfig(r=$rank, lora_alpha=$twice, lora_dropout=$dropout, target_modules=targets)
     model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     model.enable_input_require_grads()
 """
@@ -192,8 +193,8 @@ def _adapters(decided: Decided) -> str:
     if workload.training.lora is None:
         return ""
     names = {layer.name for unit in range(workload.unit_count) for layer in workload.adapted_layers(unit)}
-    rank = workload.training.lora.rank
-    return Template(_ADAPTERS).substitute(rank=rank, twice=2 * rank, targets=sorted(names))
+    rank, dropout = workload.training.lora.rank, workload.training.lora.dropout
+    return Template(_ADAPTERS).substitute(rank=rank, twice=2 * rank, dropout=dropout, targets=sorted(names))
 
 
 def requirements(decided: Decided, *tools: str, torch: str = "torch") -> str:

@@ -158,11 +158,12 @@ def test_unknown_frameworks_are_named() -> None:
 
 def test_a_script_has_the_batch_of_the_question() -> None:
     """Sequences, tokens, micro-batches, clipping, adapters and recomputation are those that were simulated."""
-    workload = replace(TINY, clip_norm=0.5, training=Training(Lora(4, ("c_attn",))), precision=Precision.FP32)
+    workload = replace(TINY, clip_norm=0.5, training=Training(Lora(4, ("c_attn",), dropout=0.1)), precision=Precision.FP32)
     script = files_of("fsdp2", decided("fsdp2_offload:checkpointing=full", workload))["train.py"]
     assert "BATCH_SIZE, SEQUENCE_LENGTH, MICRO_BATCHES = 2, 32, 2" in script
     assert "clip_grad_norm_(model.parameters(), 0.5)" in script
-    assert "LoraConfig(r=4, lora_alpha=8, target_modules=['c_attn'])" in script
+    assert "targets = ['c_attn']\n" in script
+    assert "LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=targets)" in script
     assert "gradient_checkpointing_enable" in script
     kept = files_of("fsdp2", decided("fsdp2_offload:checkpointing=none", replace(workload, clip_norm=None)))["train.py"]
     assert "gradient_checkpointing" not in kept
@@ -266,12 +267,13 @@ def test_keys_of_llamafactory_exist(policy: str) -> None:
         "bf16",
         "logging_steps",
     }
-    workload = replace(LLAMA, training=Training(Lora(8))) if policy == "resident" else LLAMA
+    workload = replace(LLAMA, training=Training(Lora(8, dropout=0.1))) if policy == "resident" else LLAMA
     workload = replace(LLAMA, training=PURE) if policy == "offload_activations" else workload
     keys = yaml(files_of("llamafactory", decided(policy, workload))["train.yaml"])
     assert set(keys) - of_transformers <= schema("llamafactory")
     assert isinstance(keys["learning_rate"], float)
     assert ("deepspeed" in keys) == (policy == "zero_offload")
+    assert keys.get("lora_dropout") == (0.1 if policy == "resident" else None)
 
 
 # --- DeepSpeed, there and back ------------------------------------------------------------------------------------
