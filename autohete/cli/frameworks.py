@@ -12,7 +12,6 @@ from cyclopts import Parameter
 
 from autohete.errors import AutoHeteError, InputError, check_fields
 from autohete.quantities import format_seconds
-from autohete.workload import Kernels
 from autohete.workload.traced import TracedWorkload
 
 if TYPE_CHECKING:
@@ -60,13 +59,20 @@ class RunOptions:
         return () if self.runnable is None else names
 
     def as_it_runs(self, question: Question) -> Question:
-        """Return the question with the kernels of the frameworks to which it is limited, unless they differ or are given."""
+        """Return the question with the kernels and adapters of the frameworks to which it is limited, unless they differ or are
+        given.
+        """
         names = {"deepspeed"} if self.runnable is None and self.from_ is not None else {*self.only()}
         kernels = {each.kernels for each in self.frameworks() if each.name in names}
+        adapters = {each.adapters for each in self.frameworks() if each.name in names}
         fixed = question.shape.kernels is not None or question.module is not None or question.profile is not None
         if fixed or len(kernels) != 1 or isinstance(question.of_workload(), TracedWorkload):
             return question
-        return replace(question, shape=replace(question.shape, kernels=kernels.pop()))
+        shape = replace(question.shape, kernels=kernels.pop())
+        mixed = question.of_workload().precision.is_mixed
+        if len(adapters) == 1 and mixed and shape.lora is not None and shape.adapters is None and not shape.prepared:
+            shape = replace(shape, adapters=adapters.pop())
+        return replace(question, shape=shape)
 
     def check(self) -> None:
         """Check the options before anything is computed.
@@ -165,7 +171,7 @@ def _first(frameworks: Sequence[Framework], decided: Decided) -> tuple[Decided, 
         reason = refusal(framework, decided)
         if not reason:
             try:
-                planned = _with_kernels(decided, framework.kernels)
+                planned = _as_written(decided, framework)
                 reason = refusal(framework, planned)
             except AutoHeteError as error:
                 reason = f"{framework.name} runs {framework.kernels} kernels, with which it does not fit: {error}"
@@ -175,8 +181,8 @@ def _first(frameworks: Sequence[Framework], decided: Decided) -> tuple[Decided, 
     return "; ".join(reasons)
 
 
-def _with_kernels(decided: Decided, kernels: Kernels) -> Decided:
-    """The policy's plan for other kernels.
+def _as_written(decided: Decided, framework: Framework) -> Decided:
+    """The policy's plan for the kernels that the framework runs, and for adapters as it holds them.
 
     Raises:
         AutoHeteError: there is none that fits.
@@ -185,9 +191,15 @@ def _with_kernels(decided: Decided, kernels: Kernels) -> Decided:
     from autohete.profile import analytic_profile
     from autohete.simulate.summary import answer
 
-    if decided.workload.kernels is kernels or isinstance(decided.workload, TracedWorkload):  # which has kernels of its own
+    if isinstance(decided.workload, TracedWorkload):  # which has kernels of its own
         return decided
-    profile = analytic_profile(replace(decided.workload, kernels=kernels), decided.hardware)
+    workload = replace(decided.workload, kernels=framework.kernels)
+    lora = workload.training.lora
+    if lora is not None and lora.adapters is None and framework.adapters is not None and workload.precision.is_mixed:
+        workload = replace(workload, training=replace(workload.training, lora=replace(lora, adapters=framework.adapters)))
+    if (workload.kernels, workload.adapters) == (decided.workload.kernels, decided.workload.adapters):
+        return decided
+    profile = analytic_profile(workload, decided.hardware)
     summary, simulation = answer(profile, parse_policy(decided.plan.policy), only_numbers=True)
     if simulation is None or summary.explanation:
         raise InputError(summary.explanation)

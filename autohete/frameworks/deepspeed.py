@@ -23,6 +23,7 @@ from autohete.policies.zero_infinity import ZeroInfinity
 from autohete.policies.zero_offload import DeepSpeed, ZeroOffload
 from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Adapters
 
 #: The configuration's name, and the key in which it has the version that it is for.
 CONFIG, WRITTEN_FOR = "ds_config.json", "written_for"
@@ -71,6 +72,7 @@ class DeepSpeedFiles:
     name: str = "deepspeed"
     version: str = RELEASES[DeepSpeed.V2026]
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
+    adapters: ClassVar[Adapters] = Adapters.PLAIN
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

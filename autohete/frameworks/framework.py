@@ -16,6 +16,7 @@ from autohete.workload import Kernels, Precision, Units, Workload
 from autohete.workload.config import model_names, read_model
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
+from autohete.workload.training import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,11 @@ class Framework(Protocol):
     @property
     def kernels(self) -> Kernels:
         """What computes a block in the files that are written: nearest to the tool's own modules."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """How the files hold adapters of 16-bit models; None: as ``Workload.adapters`` says, or it writes none."""
         ...
 
     def check(self, decided: Decided) -> None:

@@ -16,6 +16,7 @@ from autohete.policies.fsdp2_offload import Fsdp2Offload, Torch
 from autohete.policies.resident import Resident
 from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Adapters
 
 _ABILITIES = Abilities((Optimizer.ADAMW,), (Precision.BF16, Precision.FP32), lora=True)
 
@@ -54,6 +55,7 @@ class Fsdp2Files:
     name: str = "fsdp2"
     version: str = "2.13.0"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
+    adapters: ClassVar[Adapters] = Adapters.PLAIN
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -45,6 +45,7 @@ class LlamaFactoryFiles:
     name: str = "llamafactory"
     version: str = "0.9.5"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
+    adapters: ClassVar[None] = None
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -35,6 +35,7 @@ class MegatronFiles:
     name: str = "megatron"
     version: str = "core_v0.19.0"
     kernels: ClassVar[Kernels] = Kernels.FUSED
+    adapters: ClassVar[None] = None
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -19,6 +19,7 @@ from autohete.frameworks.training_script import (
 )
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload import Kernels, Precision
+from autohete.workload.training import Adapters
 
 _ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=(Precision.BF16,))
 
@@ -54,6 +55,7 @@ class TrainerFiles:
     name: str = "trainer"
     version: str = __version__
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
+    adapters: ClassVar[Adapters] = Adapters.PLAIN
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -17,6 +17,7 @@ from autohete.policies.offload_activations import OffloadActivations, What
 from autohete.policies.resident import Resident
 from autohete.workload import Kernels, Precision, Workload
 from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class TorchtuneFiles:
     name: str = "torchtune"
     version: str = "0.6.1"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
+    adapters: ClassVar[Adapters] = Adapters.PLAIN
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -76,6 +76,7 @@ class TransformerEngineFiles:
     name: str = "transformer_engine"
     version: str = "2.18"
     kernels: ClassVar[Kernels] = Kernels.FUSED
+    adapters: ClassVar[None] = None
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -24,6 +24,7 @@ from autohete.frameworks.deepspeed_reading import read_deepspeed
 from autohete.hardware import load_hardware
 from autohete.report.answer_text import answer_text
 from autohete.workload import Kernels
+from autohete.workload.training import Adapters
 
 #: A GPU in which DeepSpeed's policies fit, and a resident one does not.
 ROOM = "2600MiB"
@@ -74,6 +75,45 @@ def test_written_files_have_the_seconds_of_the_kernels_that_they_run(tmp_path: P
     short = [*keeping, "--kernels", "fused", "--gpu-memory", f"{peak + reserved}B", "--write", str(tmp_path / "none")]
     assert "deepspeed runs eager_flash kernels, with which it does not fit: needs" in refused("plan", *SMALL, *short)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_written_files_have_the_seconds_of_the_adapters_that_they_train(tmp_path: Path) -> None:
+    """Scripts hold them in the type of the model; PEFT's default, fp32 under autocast, is that of a question. Others are not
+    written, but in LLaMA-Factory.
+    """
+    asked = [
+        "--model",
+        "llama-3.2-1b",
+        "--policy",
+        "resident:deepspeed,zero_stage=2",
+        "--lora",
+        "8",
+        "--kernels",
+        "eager_flash",
+    ]
+    done = autohete("plan", *asked, "--runnable", "deepspeed", "--write", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    plain = json.loads(autohete("simulate", *asked, "--adapters", "plain", "--json").stdout)["iteration_seconds"]
+    assert document["written"]["iteration_seconds"] == plain < document["iteration_seconds"]
+    script = (tmp_path / "run" / "train.py").read_text()
+    assert "autocast_adapter_dtype=False" in script
+    cast = ["--adapters", "cast", "--runnable=deepspeed", "--write", str(tmp_path / "none")]
+    assert "deepspeed is written here with adapters plain: plan with these" in refused("plan", *asked, *cast)
+
+
+def test_a_framework_brings_its_adapters() -> None:
+    """To a question that is limited to it, unless it is given how they are held."""
+    shape = Shape(hidden_size=256, transformer_blocks=4, heads=4, precision="bf16", lora=8)
+
+    def brought(shape: Shape, *names: str) -> Adapters | None:
+        return RunOptions(runnable=names).as_it_runs(Question(shape=shape)).shape.adapters
+
+    assert brought(shape, "deepspeed") is brought(shape, "fsdp2,trainer") is Adapters.PLAIN
+    assert brought(shape, "llamafactory") is brought(shape, "llamafactory,deepspeed") is None
+    assert brought(replace(shape, precision="fp32"), "deepspeed") is None
+    assert brought(replace(shape, adapters=Adapters.CAST), "deepspeed") is Adapters.CAST
 
 
 @pytest.mark.slow
