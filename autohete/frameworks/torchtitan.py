@@ -61,6 +61,8 @@ class TorchtitanFiles:
 
     def _tables(self, decided: Decided, assets: str) -> dict[str, dict[str, Any]]:
         _ABILITIES.check(decided)
+        if decided.hardware.gpus == 1:  # ``fsdp_enabled`` in distributed/parallel_dims.py; weights would stay on the host
+            raise InputError("applies FSDP2, and with it CPU offloading, on several GPUs only: plan for more of them")
         check_published(decided, FLAVORS)
         workload, system = decided.workload, decided.system
         offloads = isinstance(system, Fsdp2Offload)

@@ -107,16 +107,19 @@ def _check_files(files: dict[str, str]) -> None:
 
 
 def test_torchtitan_has_its_own_models() -> None:
-    """A bundled model runs there as it is published, also with its own checkpointing, and is refused with fewer blocks."""
+    """A bundled model runs there as it is published, also with its own checkpointing. Fewer blocks are refused, and one GPU, where
+    nothing is sharded.
+    """
     llama = replace(read_model("llama-3.1-8b"), batch_size=2)
-    assert "torchtitan" in runs_in(decided("fsdp2_offload", llama))
-    alternate = decided("fsdp2_offload:checkpointing=alternate", llama)
+    assert "torchtitan" in runs_in(decided("fsdp2_offload", llama, gpus=2))
+    assert "on several GPUs only" in refusal(BY_NAME["torchtitan"], decided("fsdp2_offload", llama))
+    alternate = decided("fsdp2_offload:checkpointing=alternate", llama, gpus=2)
     assert runs_in(alternate) == ("torchtitan",)
     written = tomllib.loads(files_of("torchtitan", alternate)["train.toml"])["activation_checkpoint"]
     assert written == {"mode": "selective", "selective_ac_option": "op"}
     assert {f"activation_checkpoint.{key}" for key in written} <= schema("torchtitan")
     assert "without another transformer_blocks" in refusal(
-        BY_NAME["torchtitan"], decided("fsdp2_offload", replace(llama, transformer_blocks=16))
+        BY_NAME["torchtitan"], decided("fsdp2_offload", replace(llama, transformer_blocks=16), gpus=2)
     )
 
 
@@ -245,10 +248,10 @@ def test_flags_of_megatron_exist() -> None:
 def test_keys_of_torchtitan_exist() -> None:
     """All keys that are written are fields of the stated version's configuration."""
     llama = replace(read_model("llama-3.1-8b"), batch_size=2, clip_norm=1.0, micro_batches=3)
-    tables = tomllib.loads(files_of("torchtitan", decided("fsdp2_offload", llama))["train.toml"])
+    tables = tomllib.loads(files_of("torchtitan", decided("fsdp2_offload", llama, gpus=2))["train.toml"])
     assert {f"{table}.{key}" for table, keys in tables.items() for key in keys} <= schema("torchtitan")
     assert tables["training"]["enable_cpu_offload"] is True
-    assert (tables["training"]["local_batch_size"], tables["training"]["global_batch_size"]) == (2, 6)
+    assert (tables["training"]["local_batch_size"], tables["training"]["global_batch_size"]) == (2, 12)
 
 
 @pytest.mark.parametrize("policy", ["zero_offload", "resident", "offload_activations"])
