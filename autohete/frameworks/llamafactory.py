@@ -14,7 +14,7 @@ from autohete.errors import InputError
 from autohete.frameworks.deepspeed import CONFIG, RELEASE_OF_ZENFLOW, DeepSpeedFiles
 from autohete.frameworks.framework import Abilities, Decided, ModelFiles
 from autohete.frameworks.settings_text import yaml_text
-from autohete.frameworks.training_script import facts, threads
+from autohete.frameworks.training_script import facts, nodes_of, threads
 from autohete.policies.offload_activations import OffloadActivations, What
 from autohete.policies.resident import Resident
 from autohete.policies.zenflow import ZenFlow
@@ -66,13 +66,14 @@ class LlamaFactoryFiles:
 
     def command(self, decided: Decided) -> str:
         """See :class:`~autohete.frameworks.framework.Framework`."""
-        command, ranks = "llamafactory-cli train train.yaml", decided.hardware.all_gpus_of_node
-        if isinstance(decided.system, OffloadActivations) or (
-            isinstance(decided.system, Resident) and not decided.system.deepspeed
-        ):
-            return f"{threads(decided)}{command}"
-        # It starts torchrun by itself on several GPUs only, but refuses DeepSpeed without (``hparams/parser.py``).
-        return f"{threads(decided) or 'env '}FORCE_TORCHRUN=1 NPROC_PER_NODE={ranks} {command}"
+        system, nodes, ranks = decided.system, nodes_of(decided), decided.hardware.all_gpus_of_node
+        variables = [threads(decided).strip() or "env"]
+        if not isinstance(system, OffloadActivations) and (not isinstance(system, Resident) or system.deepspeed):
+            # It starts torchrun by itself on several GPUs only, but refuses DeepSpeed without (``hparams/parser.py``).
+            variables += ["FORCE_TORCHRUN=1", f"NPROC_PER_NODE={ranks}"]
+        if nodes > 1:
+            variables += [f"NNODES={nodes}", "NODE_RANK=RANK", "MASTER_ADDR=HOST", "MASTER_PORT=29400"]
+        return " ".join([*(variables if variables != ["env"] else ()), "llamafactory-cli train train.yaml"])
 
     def _settings(self, decided: Decided, weights: str) -> dict[str, Any]:
         _ABILITIES.check(decided)

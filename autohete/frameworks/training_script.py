@@ -230,10 +230,15 @@ def threads(decided: Decided) -> str:
     return f"env OMP_NUM_THREADS={hardware.cpu.cores} " if updates and hardware.all_gpus_of_node > 1 else ""
 
 
+def nodes_of(decided: Decided) -> int:
+    """The number of nodes whose GPUs train together."""
+    hardware = decided.hardware
+    return hardware.all_gpus // hardware.all_gpus_of_node if hardware.all_gpus > 1 else 1
+
+
 def torchrun(decided: Decided, program: str = "train.py") -> str:
     """The command that starts a program on each GPU; ranks that update on the CPU are bound to cores of their own."""
-    hardware, environment = decided.hardware, threads(decided)
-    nodes = hardware.all_gpus // hardware.all_gpus_of_node if hardware.all_gpus > 1 else 1
-    several = f"--nnodes {nodes} --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
+    environment, nodes = threads(decided), nodes_of(decided)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
     bound = "--numa-binding exclusive " if environment else ""
-    return f"{environment}torchrun {several}{bound}--nproc-per-node {hardware.all_gpus // nodes} {program}"
+    return f"{environment}torchrun {several}{bound}--nproc-per-node {decided.hardware.all_gpus // nodes} {program}"

@@ -107,8 +107,8 @@ def _check_files(files: dict[str, str]) -> None:
 
 
 def test_torchtitan_has_its_own_models() -> None:
-    """A bundled model runs there as it is published, also with its own checkpointing. Fewer blocks are refused, and one GPU, where
-    nothing is sharded.
+    """A bundled model runs there as it is published, also with its own checkpointing. Fewer blocks are refused, and one GPU,
+    where nothing is sharded.
     """
     llama = replace(read_model("llama-3.1-8b"), batch_size=2)
     assert "torchtitan" in runs_in(decided("fsdp2_offload", llama, gpus=2))
@@ -231,6 +231,13 @@ def test_ranks_that_update_are_bound_and_have_threads() -> None:
     assert BY_NAME["llamafactory"].command(decided("resident", TINY)) == "llamafactory-cli train train.yaml"
     assert BY_NAME["deepspeed"].command(alone) == "torchrun --nproc-per-node 1 train.py"
     assert BY_NAME["fsdp2"].command(staying) == "torchrun --nproc-per-node 4 train.py"
+
+
+def test_nodes_meet_at_one_of_them() -> None:
+    """torchrun's default, static, would take each node for the first; LLaMA-Factory is told by its variables."""
+    two = decided("zero_offload", TINY, gpus=8)
+    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 " in BY_NAME["deepspeed"].command(two)
+    assert "NNODES=2 NODE_RANK=RANK MASTER_ADDR=HOST MASTER_PORT=29400 llama" in BY_NAME["llamafactory"].command(two)
 
 
 # --- the keys that each tool has ----------------------------------------------------------------------------------
