@@ -21,21 +21,15 @@ from autohete.policies.zenflow import ZenFlow
 from autohete.policies.zero3_offload import Zero3Offload
 from autohete.policies.zero_infinity import ZeroInfinity
 from autohete.policies.zero_offload import DeepSpeed, ZeroOffload
-from autohete.workload import Kernels, Precision
+from autohete.workload import Kernels
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters
 
 #: The configuration's name, and the key in which it has the version that it is for.
 CONFIG, WRITTEN_FOR = "ds_config.json", "written_for"
-#: The release that is written for each behaviour that is modelled.
-RELEASES = {
-    DeepSpeed.V0_3: "0.3.0",
-    DeepSpeed.V0_4_3: "0.4.3",
-    DeepSpeed.V0_8_3: "0.8.3",
-    DeepSpeed.V0_14: "0.14.0",
-    DeepSpeed.V0_16: "0.16.9",
-    DeepSpeed.V2026: "0.19.8",
-}
+#: The release that is written for each behaviour that is modelled. Earlier ones do not run: they import what PyTorch has no
+#: longer had since 2.4 (``elasticity/elastic_agent.py``), and ``transformers`` needs 2.6.
+RELEASES = {DeepSpeed.V0_16: "0.16.9", DeepSpeed.V2026: "0.19.8"}
 #: Elements in a million, in which policies count buckets.
 MILLION = 1_000_000
 #: The release for ZenFlow. 0.19.7 and 0.19.8 transpose weights as they flatten them, but not back, and so train a model whose
@@ -87,8 +81,6 @@ class DeepSpeedFiles:
         _ABILITIES.check(decided)
         zero = _zero(decided)
         workload, release = decided.workload, _release(decided)
-        if workload.precision is Precision.BF16 and release in ("0.3.0", "0.4.3"):
-            raise InputError(f"{release} has no bf16: plan with precision fp16, or for a later version")
         return {
             WRITTEN_FOR: f"deepspeed {release}",
             "train_micro_batch_size_per_gpu": workload.batch_size,
@@ -124,7 +116,10 @@ class DeepSpeedFiles:
 def _release(decided: Decided) -> str:
     if isinstance(decided.system, ZenFlow):
         return RELEASE_OF_ZENFLOW
-    return RELEASES[decided.system.deepspeed if isinstance(decided.system, ZeroOffload) else DeepSpeed.V2026]
+    version = decided.system.deepspeed if isinstance(decided.system, ZeroOffload) else DeepSpeed.V2026
+    if version not in RELEASES:
+        raise InputError(f"{version} runs with no PyTorch that transformers takes: plan with deepspeed={' or '.join(RELEASES)}")
+    return RELEASES[version]
 
 
 # --- the section zero_optimization --------------------------------------------------------------------------------
@@ -148,10 +143,8 @@ def _stage2_offload(system: ZeroOffload, decided: Decided) -> dict[str, Any]:
     for flag in ("paper", "tile_overlap", "delayed_update"):
         if getattr(system, flag):
             raise InputError(f"does not do {flag}, which is in the paper only")
-    section = {"stage": 2, "reduce_bucket_size": system.bucket_size * MILLION}
-    if system.deepspeed is DeepSpeed.V0_3:
-        return section | {"cpu_offload": True}
-    return section | {"offload_optimizer": {"device": "cpu", "pin_memory": system.pins}}
+    offload = {"device": "cpu", "pin_memory": system.pins}
+    return {"stage": 2, "reduce_bucket_size": system.bucket_size * MILLION, "offload_optimizer": offload}
 
 
 def _zenflow(system: ZenFlow, decided: Decided) -> dict[str, Any]:

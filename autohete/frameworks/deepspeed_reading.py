@@ -155,11 +155,10 @@ def _policy(zero: Mapping[str, Any], version: DeepSpeed, hidden_size: int) -> tu
     if name == "resident":
         return name, {} if stage == 0 else {"zero_stage": str(int(stage)), "deepspeed": "on"}
     if name == "zero_offload":
-        always = version in (DeepSpeed.V0_3, DeepSpeed.V0_4_3, DeepSpeed.V0_8_3)
         if flow:
             return "zenflow", bucket | _zenflow(flow)
         unsaid = "pin_memory" not in optimizer  # the version's own default
-        return name, bucket | {"deepspeed": version.value} | ({} if always or unsaid else pinned)
+        return name, bucket | {"deepspeed": version.value} | ({} if unsaid else pinned)
     if name == "zero_infinity":
         pipelined = _switch(optimizer, "pipeline_read", False)
         if pipelined != _switch(optimizer, "pipeline_write", False):

@@ -45,6 +45,7 @@ def yaml(text: str) -> Any:
 RUN_BY = [
     ("zero_offload", LLAMA, "deepspeed llamafactory trainer"),
     ("zero_offload:paper", LLAMA, "trainer"),
+    ("zero_offload:deepspeed=0.14", LLAMA, "trainer"),
     ("zero3_offload", LLAMA, "deepspeed llamafactory trainer"),
     ("twin_flow:ratio=50", LLAMA, "deepspeed llamafactory trainer"),
     ("zenflow", LLAMA, "deepspeed"),
@@ -292,8 +293,6 @@ ROUND_TRIPS = [
     "zero_offload",
     "zero_offload:pin_memory=off,bucket_size=50,checkpointing=none",
     "zero_offload:deepspeed=0.16,pin_memory",
-    "zero_offload:deepspeed=0.14",
-    "zero_offload:deepspeed=0.8.3",
     "zenflow:bucket_size=50,checkpointing=none",
     "zenflow:topk_ratio=5,overlap_step=off",
     "twin_flow:ratio=40,sub_group_size=100000000",
