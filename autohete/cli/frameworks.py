@@ -63,16 +63,16 @@ class RunOptions:
         given.
         """
         names = {"deepspeed"} if self.runnable is None and self.from_ is not None else {*self.only()}
-        kernels = {each.kernels for each in self.frameworks() if each.name in names}
-        adapters = {each.adapters for each in self.frameworks() if each.name in names}
-        fixed = question.shape.kernels is not None or question.module is not None or question.profile is not None
-        if fixed or len(kernels) != 1 or isinstance(question.of_workload(), TracedWorkload):
+        frameworks = [each for each in self.frameworks() if each.name in names]
+        kernels = {each.kernels for each in frameworks}
+        if question.shape.kernels is not None or question.module or question.profile or len(kernels) != 1:
             return question
-        shape = replace(question.shape, kernels=kernels.pop())
-        mixed = question.of_workload().precision.is_mixed
-        if len(adapters) == 1 and mixed and shape.lora is not None and shape.adapters is None and not shape.prepared:
-            shape = replace(shape, adapters=adapters.pop())
-        return replace(question, shape=shape)
+        workload = question.of_workload()
+        if isinstance(workload, TracedWorkload):
+            return question
+        adapters = {each.abilities.adapters_for(workload) for each in frameworks}
+        held = question.shape.adapters if len(adapters) > 1 else adapters.pop() or question.shape.adapters
+        return replace(question, shape=replace(question.shape, kernels=kernels.pop(), adapters=held))
 
     def check(self) -> None:
         """Check the options before anything is computed.
@@ -194,9 +194,9 @@ def _as_written(decided: Decided, framework: Framework) -> Decided:
     if isinstance(decided.workload, TracedWorkload):  # which has kernels of its own
         return decided
     workload = replace(decided.workload, kernels=framework.kernels)
-    lora = workload.training.lora
-    if lora is not None and lora.adapters is None and framework.adapters is not None and workload.precision.is_mixed:
-        workload = replace(workload, training=replace(workload.training, lora=replace(lora, adapters=framework.adapters)))
+    adapters, lora = framework.abilities.adapters_for(workload), workload.training.lora
+    if lora is not None and adapters is not None:
+        workload = replace(workload, training=replace(workload.training, lora=replace(lora, adapters=adapters)))
     if (workload.kernels, workload.adapters) == (decided.workload.kernels, decided.workload.adapters):
         return decided
     profile = analytic_profile(workload, decided.hardware)

@@ -39,9 +39,6 @@ FRAMEWORKS: tuple[Framework, ...] = (
 
 def refusal(framework: Framework, decided: Decided) -> str:
     """Return why ``framework`` cannot run the plan; empty if it can."""
-    lora = decided.workload.training.lora
-    if lora is not None and framework.adapters is not None and lora.adapters not in (None, framework.adapters):
-        return f"{framework.name} is written here with adapters {framework.adapters}: plan with these"
     try:
         framework.check(decided)
     except InputError as error:

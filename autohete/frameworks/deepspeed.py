@@ -40,7 +40,7 @@ CHOSEN_EVERY = 100
 #: A folder on the drive, to be replaced by the reader's own.
 NVME_PATH = "/local_nvme"
 
-_ABILITIES = Abilities((Optimizer.ADAMW,), lora=True)
+_ABILITIES = Abilities((Optimizer.ADAMW,), lora=True, adapters=Adapters.PLAIN)
 
 _IMPORTS = """\
 import deepspeed
@@ -66,7 +66,7 @@ class DeepSpeedFiles:
     name: str = "deepspeed"
     version: str = RELEASES[DeepSpeed.V2026]
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[Adapters] = Adapters.PLAIN
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

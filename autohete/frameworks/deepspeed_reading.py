@@ -77,18 +77,16 @@ def read_deepspeed(text: str, *, gpus: int, hidden_size: int, flags: str = "") -
     if not isinstance(config, dict):
         raise InputError("holds no JSON object: give a DeepSpeed configuration")
     zero = _section(config, "zero_optimization")
-    release = _version(config)
-    name, meant = _policy(zero, release, hidden_size)
+    given = dict(_flag(item) for item in flags.split(",") if item.strip())
+    version = _version(config, given)
+    name, meant = _policy(zero, version, hidden_size)
     if "activation_checkpointing" in config:
         meant["checkpointing"] = "full"
     elif WRITTEN_FOR in config:
         meant["checkpointing"] = "none"
-    given = dict(_flag(item) for item in flags.split(",") if item.strip())
     words = [flag if value == "on" else f"{flag}={value}" for flag, value in (meant | given).items()]
-    training = _training(config, gpus, release)
-    return ReadConfig(
-        name + (":" + ",".join(words) if words else ""), training, tuple(_notes(config, zero, meant | given)), config
-    )
+    notes = (*_assumed(config, given, version, flows=name == "zenflow"), *_notes(config, zero, meant | given))
+    return ReadConfig(name + (":" + ",".join(words) if words else ""), _training(config, gpus, version), notes, config)
 
 
 def _flag(item: str) -> tuple[str, str]:
@@ -104,11 +102,13 @@ def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _version(config: Mapping[str, Any]) -> DeepSpeed:
-    """The modelled version that the file was written for; the latest if it does not say."""
+def _version(config: Mapping[str, Any], given: Mapping[str, str]) -> DeepSpeed:
+    """The modelled version: that of a flag, or that for which the file was written; the latest if neither says."""
+    if given.get("deepspeed") in [*DeepSpeed]:
+        return DeepSpeed(given["deepspeed"])
     named = {f"deepspeed {release}": version for version, release in RELEASES.items()}
-    version = config.get(WRITTEN_FOR)
-    return named.get(version, DeepSpeed.V2026) if isinstance(version, str) else DeepSpeed.V2026
+    written = config.get(WRITTEN_FOR)
+    return named.get(written, DeepSpeed.V2026) if isinstance(written, str) else DeepSpeed.V2026
 
 
 def _number(section: Mapping[str, Any], key: str, default: float) -> float:
@@ -272,19 +272,25 @@ def _batch(config: Mapping[str, Any], gpus: int) -> Iterator[tuple[str, int]]:
             yield name, sizes[name]
 
 
+def _assumed(config: Mapping[str, Any], given: Mapping[str, str], version: DeepSpeed, *, flows: bool) -> Iterator[str]:
+    """The release that is assumed, and what follows from it."""
+    release, written = RELEASE_OF_ZENFLOW if flows else RELEASES[DeepSpeed.V2026], config.get(WRITTEN_FOR)
+    if "deepspeed" not in given and written is None:
+        yield f"DeepSpeed {release} is assumed" + (
+            ": 0.19.7 and 0.19.8 mix up the weights of a model that is trained with ZenFlow" if flows else ""
+        )
+    elif "deepspeed" not in given and written not in [f"deepspeed {each}" for each in (*RELEASES.values(), RELEASE_OF_ZENFLOW)]:
+        yield f"{WRITTEN_FOR} is {json.dumps(written)[:40]}, which is not known here: DeepSpeed {release} is assumed"
+    if "gradient_clipping" not in config and written is None and version is DeepSpeed.V2026:
+        yield f"gradients are clipped to {_CLIPPED}, as DeepSpeed does since 0.19.2 if gradient_clipping is left out"
+
+
 def _notes(config: Mapping[str, Any], zero: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[str]:
     if "checkpointing" not in flags:
         yield (
             "the file does not say whether blocks recompute their activations, which the script decides: the better of both is "
             "assumed; add :checkpointing=full or :checkpointing=none to the file's name"
         )
-    if WRITTEN_FOR not in config:
-        flows = bool(_section(zero, "zenflow"))
-        yield f"DeepSpeed {RELEASE_OF_ZENFLOW if flows else RELEASES[DeepSpeed.V2026]} is assumed" + (
-            ": 0.19.7 and 0.19.8 mix up the weights of a model that is trained with ZenFlow" if flows else ""
-        )
-    if "gradient_clipping" not in config and WRITTEN_FOR not in config:
-        yield f"gradients are clipped to {_CLIPPED}, as DeepSpeed does since 0.19.2 if gradient_clipping is left out"
     modelled = {"stage3_max_reuse_distance"} if "offload_param" in zero else set()
     minor = [key for key in MINOR if key in zero and key not in modelled and WRITTEN_FOR not in config]
     if minor:

@@ -98,6 +98,7 @@ class Abilities:
         optimizers: those that it has.
         precisions: arithmetic.
         lora: low-rank adapters; ``quantised`` base in NF4.
+        adapters: how the files hold them in mixed precision; None: as ``Workload.adapters`` says.
         chunked_loss: logits a chunk at a time.
         several_gpus: more than one.
         parallel: GPUs that divide each batch.
@@ -108,12 +109,19 @@ class Abilities:
     optimizers: Collection[Optimizer]
     precisions: Collection[Precision] = tuple(Precision)
     lora: bool = False
+    adapters: Adapters | None = None
     quantised: bool = False
     chunked_loss: bool = False
     several_gpus: bool = True
     parallel: bool = False
     traced: bool = False
     autocast: Collection[Precision] = ()
+
+    def adapters_for(self, workload: Workload) -> Adapters | None:
+        """Return how adapters are held in the files for a workload that leaves it open; None: as it says."""
+        lora = workload.training.lora
+        is_open = lora is not None and lora.adapters is None and not lora.prepared and workload.precision.is_mixed
+        return self.adapters if is_open else None
 
     def check(self, decided: Decided) -> None:
         """Refuse a training that the framework does not offer.
@@ -126,15 +134,18 @@ class Abilities:
             raise InputError(f"has no {training.optimizer}: plan with optimizer {' or '.join(self.optimizers)}")
         if workload.precision not in self.precisions:
             raise InputError(f"has no {workload.precision}: plan with precision {' or '.join(self.precisions)}")
+        lora = training.lora
+        if lora is not None and self.adapters is not None and lora.adapters not in (None, self.adapters):
+            raise InputError(f"is written here with adapters {self.adapters}: plan with these")
         taken = default_attention(decided.hardware.gpu.compute_capability)
         refused = {
             "fp8 products": training.fp8,
             f"autocast to {workload.autocast}": workload.autocast not in (None, *self.autocast),
             "GaLore": training.galore is not None,
             "foreach kernels": training.foreach,
-            "adapters": training.lora is not None and not self.lora,
-            "a base in GPTQ's format": training.lora is not None and training.lora.gptq,
-            "a base in NF4": training.lora is not None and training.lora.quantised and not self.quantised,
+            "adapters": lora is not None and not self.lora,
+            "a base in GPTQ's format": lora is not None and lora.gptq,
+            "a base in NF4": lora is not None and lora.quantised and not self.quantised,
             "frozen lower blocks": training.last_blocks is not None,
             "attention other than PyTorch's": workload.attention not in (None, taken),
             "masks of padded sequences": workload.attention_mask is not None,
@@ -190,8 +201,8 @@ class Framework(Protocol):
         ...
 
     @property
-    def adapters(self) -> Adapters | None:
-        """How the files hold adapters of 16-bit models; None: as ``Workload.adapters`` says, or it writes none."""
+    def abilities(self) -> Abilities:
+        """The ways of training that can be written."""
         ...
 
     def check(self, decided: Decided) -> None:

@@ -18,7 +18,7 @@ from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.training import Adapters
 
-_ABILITIES = Abilities((Optimizer.ADAMW,), (Precision.BF16, Precision.FP32), lora=True)
+_ABILITIES = Abilities((Optimizer.ADAMW,), (Precision.BF16, Precision.FP32), lora=True, adapters=Adapters.PLAIN)
 
 _IMPORTS = """\
 import torch
@@ -55,7 +55,7 @@ class Fsdp2Files:
     name: str = "fsdp2"
     version: str = "2.13.0"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[Adapters] = Adapters.PLAIN
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -45,7 +45,7 @@ class LlamaFactoryFiles:
     name: str = "llamafactory"
     version: str = "0.9.5"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[None] = None
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""
@@ -66,9 +66,9 @@ class LlamaFactoryFiles:
 
     def command(self, decided: Decided) -> str:
         """See :class:`~autohete.frameworks.framework.Framework`."""
-        system, nodes, ranks = decided.system, nodes_of(decided), decided.hardware.all_gpus_of_node
+        nodes, ranks = nodes_of(decided), decided.hardware.all_gpus_of_node
         variables = [threads(decided).strip() or "env"]
-        if not isinstance(system, OffloadActivations) and (not isinstance(system, Resident) or system.deepspeed):
+        if _has_deepspeed(decided):
             # It starts torchrun by itself on several GPUs only, but refuses DeepSpeed without (``hparams/parser.py``).
             variables += ["FORCE_TORCHRUN=1", f"NPROC_PER_NODE={ranks}"]
         if nodes > 1:
@@ -107,6 +107,12 @@ class LlamaFactoryFiles:
         }
 
 
+def _has_deepspeed(decided: Decided) -> bool:
+    """Whether DeepSpeed places the values, and not PyTorch alone."""
+    system = decided.system
+    return system.deepspeed if isinstance(system, Resident) else not isinstance(system, OffloadActivations)
+
+
 def _method(decided: Decided) -> dict[str, Any]:
     """What is offloaded and recomputed."""
     system, training = decided.system, decided.workload.training
@@ -115,7 +121,7 @@ def _method(decided: Decided) -> dict[str, Any]:
             raise InputError("offloads inputs of blocks, as Unsloth does: plan with offload_activations, without flags")
         return _pure(decided) | {"use_unsloth_gc": True}
     checkpointing = {} if decided.recomputes else {"disable_gradient_checkpointing": True}
-    if isinstance(system, Resident) and not system.deepspeed:
+    if isinstance(system, Resident) and not _has_deepspeed(decided):
         if system.zero_stage or system.in_backward:
             raise InputError("shards with DeepSpeed and updates after backward: plan with resident:deepspeed,zero_stage=2 or 3")
         return _pure(decided) | checkpointing

@@ -35,7 +35,7 @@ class MegatronFiles:
     name: str = "megatron"
     version: str = "core_v0.19.0"
     kernels: ClassVar[Kernels] = Kernels.FUSED
-    adapters: ClassVar[None] = None
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -54,7 +54,7 @@ class MusubiFiles:
     name: str = "musubi"
     version: str = "30c658c4"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[None] = None
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

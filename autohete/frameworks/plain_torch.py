@@ -21,7 +21,9 @@ from autohete.policies.resident import Resident
 from autohete.workload import Kernels, Precision
 from autohete.workload.training import Adapters
 
-_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=(Precision.BF16,))
+_ABILITIES = Abilities(
+    tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, adapters=Adapters.PLAIN, autocast=(Precision.BF16,)
+)
 
 _IMPORTS = """\
 import torch
@@ -43,7 +45,7 @@ class TorchFiles:
     name: str = "torch"
     version: str = "2.13.0"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[Adapters] = Adapters.PLAIN
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -17,11 +17,14 @@ from autohete.frameworks.training_script import (
     torchrun,
     training_script,
 )
+from autohete.plan.trained import check_trained
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY
 from autohete.workload import Kernels, Precision
 from autohete.workload.training import Adapters
 
-_ABILITIES = Abilities(tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, autocast=(Precision.BF16,))
+_ABILITIES = Abilities(
+    tuple(OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, adapters=Adapters.PLAIN, autocast=(Precision.BF16,)
+)
 
 _DISTRIBUTED = "import torch\nimport torch.distributed as dist"
 _IMPORTS = """\
@@ -55,22 +58,21 @@ class TrainerFiles:
     name: str = "trainer"
     version: str = __version__
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[Adapters] = Adapters.PLAIN
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""
         _ABILITIES.check(decided)
         plan, workload = decided.plan, decided.workload
-        if plan.gradient_bytes:
+        try:
+            scaled_by = None if workload.clip_norm is None else "clip_norm"
+            check_trained(plan, scaled_by=scaled_by, micro_batches=workload.micro_batches)
+        except InputError as error:
+            raise InputError(f"refuses the plan: {error}") from error
+        if decided.hardware.gpus > 1 and (plan.delayed or _far(decided)):
             raise InputError(
-                "updates with whole gradients, of which this policy selects: plan with another, such as zero_offload"
+                "neither delays updates nor has values on drives with several ranks: plan without them, or for one GPU"
             )
-        if plan.delayed and (workload.clip_norm is not None or workload.micro_batches > 1 or decided.hardware.gpus > 1):
-            raise InputError(
-                "delays updates of one micro-batch on one GPU, without clipping: plan so, or with a policy that does not delay"
-            )
-        if decided.hardware.gpus > 1 and _far(decided):
-            raise InputError("has no values on drives with several ranks: plan without them, or for one GPU")
         if _far(decided) - {"nvme"}:
             raise InputError("has one place besides GPU and host, nvme: plan with that")
         if any(unit.results for unit in plan.units):

@@ -41,7 +41,7 @@ class TorchtitanFiles:
     name: str = "torchtitan"
     version: str = "0.2.2"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[None] = None
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

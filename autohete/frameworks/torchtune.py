@@ -48,7 +48,14 @@ _OPTIMIZERS = {
     Optimizer.ADAFACTOR_PURE_BF16: {"_component_": "torch.optim.Adafactor", "lr": 1e-3},
     Optimizer.SGD: {"_component_": "torch.optim.SGD", "lr": 1e-3},
 }
-_ABILITIES = Abilities(tuple(_OPTIMIZERS), (Precision.BF16, Precision.FP32), lora=True, chunked_loss=True, several_gpus=False)
+_ABILITIES = Abilities(
+    tuple(_OPTIMIZERS),
+    (Precision.BF16, Precision.FP32),
+    lora=True,
+    adapters=Adapters.PLAIN,
+    chunked_loss=True,
+    several_gpus=False,
+)
 #: Layers of attention as transformers and torchtune name them.
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
@@ -61,7 +68,7 @@ class TorchtuneFiles:
     name: str = "torchtune"
     version: str = "0.6.1"
     kernels: ClassVar[Kernels] = Kernels.EAGER_FLASH
-    adapters: ClassVar[Adapters] = Adapters.PLAIN
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -76,7 +76,7 @@ class TransformerEngineFiles:
     name: str = "transformer_engine"
     version: str = "2.18"
     kernels: ClassVar[Kernels] = Kernels.FUSED
-    adapters: ClassVar[None] = None
+    abilities: ClassVar[Abilities] = _ABILITIES
 
     def check(self, decided: Decided) -> None:
         """See :class:`~autohete.frameworks.framework.Framework`."""

@@ -12,6 +12,7 @@ import torch
 from autohete.errors import InputError
 from autohete.plan import Plan
 from autohete.plan.policy import Judge, Policy
+from autohete.plan.trained import check_trained
 from autohete.profile import Profile, analytic_profile
 from autohete.runtime.batch import Batch, Form
 from autohete.runtime.gradient_norm import NO_CLIPPING
@@ -167,22 +168,8 @@ class Preparation:
         """
         options = self._options
         clip_norm = options.recipe.clip_norm
-        if plan.delayed and clip_norm is not None:
-            name = "grad_scaler" if clip_norm == NO_CLIPPING else "clip_norm"
-            raise InputError(
-                f"there is a {name}, but {plan.policy} delays updates, and a saved state does not record the scale of waiting "
-                f"gradients: leave {name} out, or choose a policy that does not delay updates"
-            )
-        if plan.delayed and options.micro_batches > 1:
-            raise InputError(
-                f"{plan.policy} delays updates, for which a Trainer has one copy of the gradients: use one micro-batch, or "
-                "choose a policy that does not delay updates"
-            )
-        if plan.gradient_bytes:
-            raise InputError(
-                f"{plan.policy} does more with gradients than update with all of them, as a Trainer does: choose another "
-                "policy, such as zero_offload"
-            )
+        scaled_by = None if clip_norm is None else "grad_scaler" if clip_norm == NO_CLIPPING else "clip_norm"
+        check_trained(plan, scaled_by=scaled_by, micro_batches=options.micro_batches)
         has_masters = options.recipe.updates.has_masters
         replacing = [
             i

@@ -28,7 +28,7 @@ from autohete.simulate import simulate_plan, simulate_policy
 from autohete.workload import AttentionMask, FusedAttention, Kernels, Precision, Units, Workload
 from autohete.workload.config import parse_model, read_model
 from autohete.workload.optimizers import Optimizer
-from autohete.workload.training import Lora, Training
+from autohete.workload.training import Adapters, Lora, Training
 
 PURE = Training(optimizer=Optimizer.ADAMW_PURE_BF16)
 LLAMA = replace(read_model(MODEL), batch_size=2)
@@ -130,6 +130,21 @@ def test_llamafactory_runs_liger_kernel_with_its_loss() -> None:
     whole = decided("resident", replace(liger, chunked_loss=True))
     assert yaml(files_of("llamafactory", whole)["train.yaml"])["enable_liger_kernel"]
     assert "plan with chunked_loss" in refusal(BY_NAME["llamafactory"], decided("resident", liger))
+
+
+def test_files_are_not_written_for_other_adapters() -> None:
+    """Than scripts hold; also asked without a search for what runs a plan."""
+    cast = decided("resident:deepspeed,zero_stage=2", replace(LLAMA, training=Training(Lora(8, adapters=Adapters.CAST))))
+    assert refusal(BY_NAME["deepspeed"], cast) == "deepspeed is written here with adapters plain: plan with these"
+    with pytest.raises(InputError, match="adapters plain"):
+        files_of("deepspeed", cast)
+
+
+def test_ranks_of_the_trainer_do_not_delay() -> None:
+    """One process does."""
+    delayed = "zero_offload:paper,delayed_update"
+    assert "trainer" in runs_in(decided(delayed, LLAMA))
+    assert "trainer neither delays updates" in refusal(BY_NAME["trainer"], decided(delayed, LLAMA, gpus=2))
 
 
 def test_masks_are_not_written() -> None:
@@ -394,6 +409,28 @@ def test_zenflow_counts_its_steps_as_micro_batches() -> None:
     plain = read_deepspeed(configuration(ZERO_OFFLOAD | {"zenflow": {"update_interval": 2}}), gpus=1, hidden_size=64)
     assert plain.policy == "zenflow:bucket_size=500,topk_ratio=10,overlap_step=off"
     assert any("0.19.6 is assumed: 0.19.7" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "noted"),
+    [
+        (None, "", ("DeepSpeed 0.19.8 is assumed", "gradients are clipped to 1.0")),
+        (None, "deepspeed=0.14", ()),
+        ("deepspeed 0.16.9", "", ()),
+        ("deepspeed 0.14.0", "", ('written_for is "deepspeed 0.14.0", which is not known here: DeepSpeed 0.19.8 is assumed',)),
+        ("deepspeed 0.14.0", "deepspeed=0.14", ()),
+        (3, "", ("written_for is 3, which is not known here",)),
+    ],
+)
+def test_the_release_that_is_assumed_is_said(written: object, flags: str, noted: tuple[str, ...]) -> None:
+    """If neither the file nor a flag says it; and clipping by default, which came with a release."""
+    config: dict[str, object] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config |= {} if written is None else {"written_for": written}
+    flags = f"checkpointing=full,{flags}"
+    read = read_deepspeed(json.dumps(config), gpus=1, hidden_size=64, flags=flags)
+    assert len(read.notes) == len(noted)
+    assert all(note.startswith(begin) for note, begin in zip(read.notes, noted, strict=True))
+    assert read.training["clip_norm"] == (None if "0.14" in flags or written == "deepspeed 0.16.9" else 1.0)
 
 
 def test_zenflow_is_written_for_a_release_that_trains_the_weights_it_is_given() -> None:
