@@ -20,6 +20,7 @@ from autohete.policies.resident import Resident
 from autohete.policies.zenflow import ZenFlow
 from autohete.workload import Kernels, Precision
 from autohete.workload.optimizers import Optimizer
+from autohete.workload.training import Adapters
 
 #: What ``transformers`` calls the optimizers.
 _OPTIMIZERS = {
@@ -127,6 +128,10 @@ def _method(decided: Decided) -> dict[str, Any]:
         return _pure(decided) | checkpointing
     if training.lora is not None and training.lora.quantised:
         raise InputError("has no base in NF4 with DeepSpeed's offloading: plan with LoRA alone, or with resident")
+    if training.lora is not None and decided.workload.adapters is not Adapters.PLAIN:
+        raise InputError(
+            "has adapters in the type of the model with DeepSpeed, whose engine casts them: plan with adapters plain"
+        )
     if isinstance(system, ZenFlow):
         raise InputError(f"runs the DeepSpeed that is installed, and ZenFlow needs {RELEASE_OF_ZENFLOW}: plan for deepspeed")
     try:

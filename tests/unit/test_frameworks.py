@@ -32,6 +32,7 @@ from autohete.workload.training import Adapters, Lora, Training
 
 PURE = Training(optimizer=Optimizer.ADAMW_PURE_BF16)
 LLAMA = replace(read_model(MODEL), batch_size=2)
+EAGER = replace(LLAMA, kernels=Kernels.EAGER_FLASH)
 
 
 def yaml(text: str) -> Any:
@@ -70,6 +71,8 @@ RUN_BY = [
     ("te_offload:layers=5", LLAMA, "megatron transformer_engine trainer"),
     ("resident", replace(LLAMA, training=Training(Lora(8))), "llamafactory trainer"),
     ("resident", replace(LLAMA, training=Training(Lora(8, quantised=True))), "llamafactory"),
+    ("zero_offload", replace(EAGER, training=Training(Lora(8))), "deepspeed trainer"),
+    ("zero_offload", replace(EAGER, training=Training(Lora(8, adapters=Adapters.PLAIN))), "deepspeed llamafactory trainer"),
     ("resident", replace(LLAMA, units=Units.SUBLAYER), ""),
     ("resident", replace(LLAMA, attention=FusedAttention.TRITON), ""),
     ("autohete", TINY, "trainer"),
