@@ -102,6 +102,7 @@ class Abilities:
         chunked_loss: logits a chunk at a time.
         several_gpus: more than one.
         parallel: GPUs that divide each batch.
+        pipelines: stages on different GPUs.
         traced: modules that were traced.
         autocast: formats of ``torch.autocast`` over fp32 parameters.
     """
@@ -114,6 +115,7 @@ class Abilities:
     chunked_loss: bool = False
     several_gpus: bool = True
     parallel: bool = False
+    pipelines: bool = False
     traced: bool = False
     autocast: Collection[Precision] = ()
 
@@ -156,7 +158,7 @@ class Abilities:
             "sublayers as units": workload.units is Units.SUBLAYER,
             "several GPUs": decided.hardware.gpus > 1 and not self.several_gpus,
             "tensor and context parallelism": decided.hardware.parallelism.divides and not self.parallel,
-            "pipelines": decided.plan.is_pipeline,
+            "pipelines": decided.plan.is_pipeline and not self.pipelines,
             "modules that were traced": isinstance(workload, TracedWorkload) and not self.traced,
         }
         for what, given in refused.items():

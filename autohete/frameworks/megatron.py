@@ -1,7 +1,8 @@
 """Megatron-LM: flags of ``pretrain_gpt.py``.
 
 Flags: ``megatron/training/arguments.py``, ``megatron/training/config`` and ``megatron/core/transformer/transformer_config.py``
-at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement.
+at core_v0.19.0. Gradients stay on the GPU until the update, which is the plan's placement. The stages of a pipeline are written
+as a layout (``megatron/core/transformer/pipeline_parallel_layer_layout.py``), which says what each has.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from autohete.errors import InputError
 from autohete.frameworks.framework import Abilities, Decided, ModelFiles
 from autohete.frameworks.training_script import facts, torchrun
 from autohete.frameworks.transformer_engine import offloaded_layers
-from autohete.plan import Activations, Processor
+from autohete.plan import Activations, PassOrder, Processor
+from autohete.plan.rules import ReductionsAfterBackward
 from autohete.policies.megatron_hybrid import MegatronHybrid
+from autohete.policies.pipeline import Pipeline
 from autohete.policies.resident import Resident
 from autohete.schedule import HOST_MEMORY
 from autohete.workload import Kernels, Precision
 from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, NormPlace
 from autohete.workload.optimizers import Optimizer
 
-_ABILITIES = Abilities((Optimizer.ADAMW,), parallel=True)
+_ABILITIES = Abilities((Optimizer.ADAMW,), parallel=True, pipelines=True)
+_BLACKWELL = 10
 #: Saved tensors, and the modules whose inputs they are: those of attention's core, and its result.
 _MODULES = {"flash_attention": ("core_attn", "attn_proj")}
 
@@ -51,6 +55,7 @@ class MegatronFiles:
                     "#!/bin/sh",
                     f"# For Megatron-LM {self.version}, run in its folder. {facts(decided)}",
                     "# On mock data: give --data-path and a tokenizer instead, and rates of learning.",
+                    *(["export CUDA_DEVICE_MAX_CONNECTIONS=1"] if _needs_order(decided) else []),
                     f"exec {torchrun(decided, 'pretrain_gpt.py')} \\",
                     *(f"    {flag} \\" for flag in flags),
                     '    "$@"',
@@ -65,8 +70,10 @@ class MegatronFiles:
 
     def _flags(self, decided: Decided) -> list[str]:
         _ABILITIES.check(decided)
-        workload, parallelism = decided.workload, decided.hardware.parallelism
-        block = _block(decided)
+        workload, parallelism, plan = decided.workload, decided.hardware.parallelism, decided.plan
+        block, batches = _block(decided), plan.batches(decided.hardware.batches)
+        sums_in_bf16 = workload.precision is Precision.BF16 and not plan.sums_in_fp32
+        overlaps = batches > 1 and not any(isinstance(rule, ReductionsAfterBackward) for rule in plan.rules)
         return [
             f"--num-layers {workload.transformer_blocks}",
             f"--hidden-size {workload.hidden_size}",
@@ -75,7 +82,8 @@ class MegatronFiles:
             f"--max-position-embeddings {workload.sequence_length}",
             *([] if workload.tied_embeddings else ["--untie-embeddings-and-output-weights"]),
             f"--micro-batch-size {workload.batch_size}",
-            f"--global-batch-size {workload.samples * decided.hardware.batches}",
+            f"--global-batch-size {workload.samples * batches}",
+            *_stages(decided),
             *([f"--tensor-model-parallel-size {parallelism.tensor}"] if parallelism.tensor > 1 else []),
             *(["--sequence-parallel"] if parallelism.along_sequence > 1 else []),
             *(
@@ -84,7 +92,8 @@ class MegatronFiles:
             ),
             f"--clip-grad {workload.clip_norm or 0.0}",
             *([f"--{workload.precision}"] if workload.precision.is_mixed else []),
-            *(["--grad-reduce-in-bf16"] if workload.precision is Precision.BF16 else []),
+            *(["--grad-reduce-in-bf16"] if sums_in_bf16 else []),
+            *(["--overlap-grad-reduce"] if overlaps else []),
             "--transformer-impl transformer_engine",
             "--optimizer adam",
             "--lr 1e-5",
@@ -94,6 +103,14 @@ class MegatronFiles:
             f"--vocab-size {workload.vocabulary_size}",
             *_offload(decided),
         ]
+
+
+def _needs_order(decided: Decided) -> bool:
+    """Whether kernels have to start in the order of their launches: asserted before Blackwell where GPUs divide tensors or
+    sequences (``validate_args`` in ``megatron/training/arguments.py``).
+    """
+    parallelism, capability = decided.hardware.parallelism, decided.hardware.gpu.compute_capability
+    return max(parallelism.tensor, parallelism.context) > 1 and (capability or 0) < _BLACKWELL
 
 
 def _block(decided: Decided) -> Block:
@@ -146,6 +163,23 @@ def _block_flags(block: Block, heads: int) -> Iterator[str]:
         yield "--hidden-dropout 0"
 
 
+def _stages(decided: Decided) -> list[str]:
+    """The stages of a pipeline, in the order in which they are dealt to its ranks: embedding (E), blocks (t) and head (L)."""
+    plan, system = decided.plan, decided.system
+    if not plan.is_pipeline:
+        return []
+    if not isinstance(system, Pipeline) or plan.pass_order is not PassOrder.ONE_FORWARD_ONE_BACKWARD:
+        raise InputError("has stages that stay on their GPU, and one forward and one backward in turns: plan with pipeline")
+    last, layout = len(plan.units) - 1, []
+    for stage in plan.stages:
+        blocks = len(stage) - (0 in stage) - (last in stage)
+        layout.append("E" * (0 in stage) + f"t*{blocks}" * (blocks > 0) + "L" * (last in stage))
+    return [
+        f"--pipeline-model-parallel-size {plan.ranks}",
+        f"--pipeline-model-parallel-layout {shlex.quote('|'.join(layout))}",
+    ]
+
+
 # --- what is offloaded and recomputed -----------------------------------------------------------------------------
 
 
@@ -157,7 +191,7 @@ def _offload(decided: Decided) -> list[str]:
         raise InputError("keeps parameters and gradients on the GPU: plan with megatron_hybrid or resident")
     if isinstance(system, Resident) and (system.zero_stage > 1 or system.in_backward or system.deepspeed):
         raise InputError("shards states alone and updates after backward: plan with resident, or with resident:zero_stage=1")
-    shards = ["--use-distributed-optimizer"] if isinstance(system, Resident) and system.zero_stage else []
+    shards = ["--use-distributed-optimizer"] if isinstance(system, Resident | Pipeline) and system.zero_stage else []
     if any(each.saved for each in decided.blocks):
         return [*shards, *_fine_grained(decided)]
     if any(each.activations_leave for each in decided.blocks):

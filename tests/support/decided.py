@@ -9,6 +9,7 @@ from pathlib import Path
 from autohete.frameworks import FRAMEWORKS, Decided, Framework, ModelFiles
 from autohete.frameworks.model_files import model_files
 from autohete.hardware import load_hardware
+from autohete.hardware.parallelism import ALONE, Parallelism
 from autohete.policies import parse_policy
 from autohete.profile import analytic_profile
 from autohete.simulate import simulate_policy
@@ -30,10 +31,17 @@ TINY = Workload(
 
 
 @cache
-def decided(policy: str, workload: Workload | None = None, gpu_memory: str = "24GiB", gpus: int = 1) -> Decided:
-    """The plan of a policy for a workload, of two sequences of Llama-3.2-1B by default."""
-    node = "a100-40gb-epyc7543p" if gpus > 1 else "rtx4090-workstation"
-    hardware = load_hardware(node, {"gpu.memory": gpu_memory, "host.memory": "512GiB"}).shared_by(gpus)
+def decided(
+    policy: str,
+    workload: Workload | None = None,
+    gpu_memory: str = "24GiB",
+    gpus: int = 1,
+    parallelism: Parallelism = ALONE,
+    node: str = "a100-40gb-epyc7543p",
+) -> Decided:
+    """The plan of a policy for a workload, of two sequences of Llama-3.2-1B by default; ``node`` has several GPUs."""
+    figures = {"gpu.memory": gpu_memory, "host.memory": "512GiB"}
+    hardware = load_hardware(node if gpus > 1 else "rtx4090-workstation", figures).shared_by(gpus, parallelism)
     profile = analytic_profile(replace(read_model(MODEL), batch_size=2) if workload is None else workload, hardware)
     named = parse_policy(policy)
     simulation = simulate_policy(profile, named)

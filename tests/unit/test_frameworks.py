@@ -20,6 +20,7 @@ from autohete.frameworks.changes import key_changes
 from autohete.frameworks.deepspeed import CONFIG
 from autohete.frameworks.deepspeed_reading import read_deepspeed
 from autohete.frameworks.model_files import model_files
+from autohete.hardware.parallelism import ALONE, Parallelism
 from autohete.plan import Route, SavedRoute
 from autohete.plan.policy import Verdict
 from autohete.policies import POLICIES, parse_policy
@@ -235,6 +236,57 @@ def test_transformer_engine_offloads_the_first_layers() -> None:
         if not reason:
             assert "NUM_LAYERS, MODEL_LAYERS = 5, 16" in files_of("transformer_engine", other)["activation_offload.py"]
             assert "--cpu-offloading-num-layers 5" in files_of("megatron", other)["train.sh"]
+
+
+def expanded(layout: str) -> list[str]:
+    """The stages of a layout as Megatron reads it: ``t*3`` is ``ttt``."""
+    return re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), layout).split("|")
+
+
+@pytest.mark.parametrize("flags", ["", "chunks=2", "cut=time", "ranks=2,zero_stage=1,overlap_grad_reduce,fp32_sums"])
+def test_megatron_has_the_stages_of_the_plan(flags: str) -> None:
+    """Embedding, blocks and head of each, in the order in which ranks get them; pipelines side by side have batches of their
+    own.
+    """
+    one = decided(f"pipeline:{flags}" if flags else "pipeline", replace(LLAMA, micro_batches=4), gpus=4)
+    assert runs_in(one) == ("megatron",)
+    words = shlex.split(files_of("megatron", one)["train.sh"], comments=True)
+    stages = expanded(words[words.index("--pipeline-model-parallel-layout") + 1])
+    last = len(one.plan.units) - 1
+    kinds = "".join("E" if not unit else "L" if unit == last else "t" for unit in range(last + 1))
+    assert stages == [kinds[stage.start : stage.stop] for stage in one.plan.stages]
+    side_by_side = "ranks=2" in flags
+    ranks, batch = ("2", "16") if side_by_side else ("4", "8")
+    assert words[words.index("--pipeline-model-parallel-size") + 1] == ranks
+    assert words[words.index("--global-batch-size") + 1] == batch
+    for flag in ("--use-distributed-optimizer", "--overlap-grad-reduce"):
+        assert (flag in words) == side_by_side
+    assert ("--grad-reduce-in-bf16" in words) != side_by_side
+    assert {word for word in words if word.startswith("--")} - {"--nproc-per-node"} <= schema("megatron")
+
+
+def test_megatron_refuses_other_pipelines() -> None:
+    """All forwards first, and those of other systems."""
+    four = replace(LLAMA, micro_batches=4)
+    for policy in ("pipeline:order=gpipe", "pipeline_offload:percent=50,checkpointing=none"):
+        assert "one forward and one backward in turns" in refusal(BY_NAME["megatron"], decided(policy, four, gpus=4))
+    assert "without pipelines" in refusal(BY_NAME["deepspeed"], decided("pipeline", four, gpus=4))
+
+
+def test_megatron_overlaps_reductions_and_orders_launches() -> None:
+    """Reductions as in the plan; launches in order if tensors or sequences are divided, but on Blackwell."""
+    several, alone = (files_of("megatron", decided("resident", gpus=gpus))["train.sh"] for gpus in (2, 1))
+    assert "--overlap-grad-reduce" in several
+    assert "--overlap-grad-reduce" not in alone
+    ordered = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    for parallelism, node, needed in (
+        (Parallelism(2), "a100-40gb-epyc7543p", True),
+        (Parallelism(context=2), "a100-40gb-epyc7543p", True),
+        (Parallelism(2), "b200-8gpu", False),
+        (ALONE, "a100-40gb-epyc7543p", False),
+    ):
+        script = files_of("megatron", decided("resident", gpus=2, parallelism=parallelism, node=node))["train.sh"]
+        assert (ordered in script) == needed
 
 
 def test_ranks_that_update_are_bound_and_have_threads() -> None:
