@@ -73,7 +73,8 @@ class MegatronFiles:
         workload, parallelism, plan = decided.workload, decided.hardware.parallelism, decided.plan
         block, batches = _block(decided), plan.batches(decided.hardware.batches)
         sums_in_bf16 = workload.precision is Precision.BF16 and not plan.sums_in_fp32
-        overlaps = batches > 1 and not any(isinstance(rule, ReductionsAfterBackward) for rule in plan.rules)
+        waits = any(isinstance(rule, ReductionsAfterBackward) for rule in plan.rules)
+        overlaps = plan.batches(decided.hardware.gpus) > 1 and not waits
         return [
             f"--num-layers {workload.transformer_blocks}",
             f"--hidden-size {workload.hidden_size}",
