@@ -83,13 +83,9 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
         now.summary.explanation,
     )
     deepspeed = _faster(answer, now, ("deepspeed",))
-    if deepspeed is not None:
-        advice = replace(
-            advice,
-            better=deepspeed.name,
-            then=_speed(deepspeed),
-            changes=_changes(read, answer, now, deepspeed),
-        )
+    changes = () if deepspeed is None else _changes(read, answer, now, deepspeed)
+    if deepspeed is not None and changes:  # a share that is rounded in a file can be slower than the plan, with the same keys
+        advice = replace(advice, better=deepspeed.name, then=_speed(deepspeed), changes=changes)
     any_ = _faster(answer, deepspeed or now, ())
     if any_ is None:
         return advice
@@ -117,13 +113,14 @@ def _changes(read: ReadConfig, answer: Answer, now: Candidate, then: Candidate) 
     from autohete.cli.frameworks import decided_in
     from autohete.frameworks.changes import KeyChange, key_changes
     from autohete.frameworks.deepspeed import DeepSpeedFiles
-    from autohete.frameworks.deepspeed_reading import MINOR
+    from autohete.frameworks.deepspeed_reading import DECIDED
 
     decided = decided_in(answer, then)
     zero = "zero_optimization"
     before = read.config.get(zero) or {}
-    kept = {key: value for key, value in before.items() if key in MINOR}
-    changes = key_changes({zero: before}, {zero: kept | DeepSpeedFiles().config(decided)[zero]})
+    written = DeepSpeedFiles().config(decided)[zero]
+    kept = {key: value for key, value in before.items() if key not in DECIDED and f"stage3_{key}" not in written}
+    changes = key_changes({zero: before}, {zero: kept | written})
     recomputed = now.plan is not None and bool(now.plan.checkpointed_units)
     if recomputed == decided.recomputes:
         return changes

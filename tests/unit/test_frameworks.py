@@ -402,6 +402,9 @@ def test_the_split_of_twin_flow_fits_again() -> None:
     assert one.seconds <= again.iteration_seconds <= 1.1 * one.seconds
 
 
+ZERO_OFFLOAD: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
 def configuration(zero: dict[str, Any], **other: Any) -> str:
     return json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero} | other)
 
@@ -428,11 +431,74 @@ def test_files_of_others_are_read(zero: dict[str, Any], policy: str) -> None:
     read = read_deepspeed(configuration(zero), gpus=1, hidden_size=2048)
     assert read.policy == policy
     assert parse_policy(read.policy)
-    assert read.training == {"batch_size": 2, "clip_norm": 1.0, "precision": "fp32"}
+    precision = {} if "auto" in zero.values() else {"precision": "fp32"}  # left to transformers, like what is auto
+    assert read.training == {"batch_size": 2, "clip_norm": 1.0} | precision
     assert any("recompute" in note for note in read.notes)
     full = read_deepspeed(configuration(zero), gpus=1, hidden_size=2048, flags="checkpointing=full")
     assert "checkpointing=full" in full.policy
     assert not any("recompute" in note for note in full.notes)
+
+
+#: Keys that mean the same to DeepSpeed.
+ZERO3: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+ALIKE = [
+    (ZERO3 | {"max_reuse_distance": 0}, ZERO3 | {"stage3_max_reuse_distance": 0}),
+    (ZERO3 | {"stage3_max_reuse_distance": "auto"}, ZERO3),
+    (ZERO3 | {"stage": "3", "reduce_bucket_size": "50000000"}, ZERO3 | {"reduce_bucket_size": 50_000_000}),
+    (ZERO3 | {"stage3_max_reuse_distance": 1e12}, ZERO3 | {"stage3_max_reuse_distance": 1e11}),
+    ({"stage": 2, "cpu_offload": "false"}, {"stage": 2}),
+    (ZERO3 | {"stage": 2}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    (ZERO3 | {"reduce_bucket_size": 0}, ZERO3 | {"reduce_bucket_size": 1}),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": "auto", "ratio": 0.3}, "sub_group_size": 1e12},
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}, "sub_group_size": 1e11},
+    ),
+]
+
+
+@pytest.mark.parametrize(("zero", "other"), ALIKE)
+def test_keys_mean_what_deepspeed_makes_of_them(zero: dict[str, Any], other: dict[str, Any]) -> None:
+    """Short names, text, ``auto``, and what it does not read."""
+    read, same = (read_deepspeed(configuration(each), gpus=1, hidden_size=64) for each in (zero, other))
+    assert read.policy == same.policy
+    assert parse_policy(read.policy)
+    ignored = zero["stage"] == 2 and "offload_param" in zero
+    assert any("offload_param changes nothing" in note for note in read.notes) == ignored
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "true"}}, "fp16"),
+        ({"bf16": {"enabled": "false"}}, "fp32"),
+        ({"bfloat16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, None),
+        ({"gradient_clipping": "auto"}, None),
+        ({}, "fp32"),
+    ],
+)
+def test_precision_is_that_which_is_enabled(keys: dict[str, Any], precision: str | None) -> None:
+    """If none is, the file leaves it to transformers if it leaves other keys to it, too."""
+    assert read_deepspeed(json.dumps(keys), gpus=1, hidden_size=64).training.get("precision") == precision
+
+
+def test_what_changes_times_is_noted() -> None:
+    """Also where a script decides, and where a distance does not act."""
+    text = configuration(
+        ZERO_OFFLOAD | {"stage3_max_reuse_distance": 1e9},
+        optimizer={"type": "ADAMW", "params": {"torch_adam": True}},
+        bf16={"enabled": True, "bf16_optimizer_states": True},
+        zero_force_ds_cpu_optimizer=False,
+        activation_checkpointing={"partition_activations": False},
+        train_batch_size=None,
+    )
+    read = read_deepspeed(text, gpus=1, hidden_size=64)
+    assert "checkpointing" not in read.policy
+    assert (
+        "not modelled: stage3_max_reuse_distance, optimizer.params.torch_adam, zero_force_ds_cpu_optimizer, "
+        "bf16.bf16_optimizer_states" in read.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,9 +515,6 @@ def test_two_of_three_batch_sizes_give_the_third(keys: dict[str, Any], sizes: tu
     """As DeepSpeed completes them, for two GPUs."""
     read = read_deepspeed(json.dumps(keys), gpus=2, hidden_size=64)
     assert (read.training.get("batch_size"), read.training.get("micro_batches")) == sizes
-
-
-ZERO_OFFLOAD: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 def test_zenflow_counts_its_steps_as_micro_batches() -> None:
@@ -479,7 +542,7 @@ def test_zenflow_counts_its_steps_as_micro_batches() -> None:
 )
 def test_the_release_that_is_assumed_is_said(written: object, flags: str, noted: tuple[str, ...]) -> None:
     """If neither the file nor a flag says it; and clipping by default, which came with a release."""
-    config: dict[str, object] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config: dict[str, object] = {"zero_optimization": ZERO_OFFLOAD, "bf16": {"enabled": True}}
     config |= {} if written is None else {"written_for": written}
     flags = f"checkpointing=full,{flags}"
     read = read_deepspeed(json.dumps(config), gpus=1, hidden_size=64, flags=flags)
@@ -512,6 +575,13 @@ def test_zenflow_is_written_for_a_release_that_trains_the_weights_it_is_given() 
         (configuration(ZERO_OFFLOAD | {"zenflow": {"update_interval": "auto"}}), 'zenflow.update_interval is "auto"'),
         (configuration({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}), "ratio is 2"),
         (configuration({"stage": True}), "stage is true: give a number"),
+        (configuration({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}), "splits the optimizer in stage 3"),
+        (configuration({"stage": 2, "reduce_bucket_size": 10**400}), "give a number from 0 to 1e+18"),
+        (configuration({}, bf16={"enabled": True}, fp16={"enabled": True}), "bf16 and fp16 are both enabled"),
+        (configuration({}, bf16={"enabled": [1]}), "enabled is [1]: give true or false"),
+        (configuration({"stage": 2}, tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2"),
+        (configuration({"stage": 3, "mics_shard_size": 2}), "zero_optimization.mics_shard_size is 2"),
+        (configuration({}, torch_autocast={"enabled": True}), "torch_autocast.enabled is true"),
         (configuration({"stage": 2.5}), "stage 2.5 with the optimizer on none"),
         (configuration({"stage": 2, "offload_optimizer": {"device": ["cpu"]}}), "stage 2 with the optimizer on ['cpu']"),
         (configuration({"stage": 2, "reduce_bucket_size": "much"}), 'reduce_bucket_size is "much"'),
