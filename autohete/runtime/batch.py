@@ -182,6 +182,9 @@ class Batch:
                 raise InputError(
                     f"{name} is {_said(value)}: give a tensor, or register the class with torch.utils._pytree if it has tensors"
                 )
+            if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
+                how = "has no values" if value.is_meta else f"is {str(value.layout).removeprefix('torch.')}"
+                raise InputError(f"{name} {_said(value)} {how}: give an ordinary tensor, such as {name}.to_dense()")
             if isinstance(value, Tensor) and not value.numel():
                 raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
         ids, positions = leading(self.inputs), with_targets(self.inputs)
@@ -396,8 +399,8 @@ def check_range(name: str, ids: Tensor, rows: int) -> None:
     lowest, highest = (int(value) for value in torch.aminmax(ids))
     if lowest < 0 or highest >= rows:
         raise InputError(
-            f"{name} has values from {lowest} to {highest}, the model accepts 0 to {rows - 1}: use the model's tokenizer, "
-            f"or a model that accepts {highest + 1} values"
+            f"{name} has values from {lowest} to {highest}, the model accepts 0 to {rows - 1}: use the model's tokenizer"
+            + (f", or a model that accepts {highest + 1} values" if highest >= rows else "")
         )
 
 

@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autohete.errors import InputError
 from autohete.runtime.forward_pass import HOOKS
+from autohete.runtime.shared_memory import check_apart
 from autohete.runtime.states import States
 
 
@@ -74,8 +75,12 @@ def check_trainable(model: nn.Module) -> None:
     """Check that all trained parameters of a model can be guarded.
 
     Raises:
-        InputError: a parameter has a special type, or hooks on its gradient.
+        InputError: a parameter has a special type, hooks on its gradient, or memory that another tensor shares.
     """
+    check_apart(
+        [*model.named_parameters(), *model.named_buffers()],
+        {id(parameter) for parameter in model.parameters() if parameter.requires_grad},
+    )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -380,6 +385,7 @@ class _Lent:
             now = [one.tensor.detach() for one, _ in exposed]
             for (one, _), changed in zip(exposed, now, strict=True):
                 _check_like(one, changed)
+            check_apart([(one.name, changed) for (one, _), changed in zip(exposed, now, strict=True)], {*map(id, now)})
             for (one, _), changed in zip(exposed, now, strict=True):
                 assert one.place is not None
                 self.states.assign(*one.place, changed)

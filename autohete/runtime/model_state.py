@@ -201,15 +201,17 @@ class Snapshot:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], wanted: frozenset[str] | None = None) -> None:
         self._modules = list(modules)
         places = [place for place in buffers_of(self._modules) if wanted is None or place.name in wanted]
-        self._buffers = [(place, _Copy(place.value)) for place in places]
+        self._buffers = [(place, _Copy(place.value), _writes(place.value)) for place in places]
         self._attributes = [
             (name, module, {key: _Copy(vars(module)[key]) for key in _own_attributes(module)}) for name, module in self._modules
         ]
 
     def changed_buffers(self) -> frozenset[str]:
-        """Return the names of the buffers whose values have changed, or that are different tensors now."""
+        """Return the names of the buffers that have been written to, or that are different tensors now."""
         return frozenset(
-            place.name for place, then in self._buffers if place.value is not then.value or not then.is_like(place.value)
+            place.name
+            for place, then, writes in self._buffers
+            if place.value is not then.value or _writes(place.value) != writes or not then.is_like(place.value)
         )
 
     def changed_attributes(self) -> list[str]:
@@ -230,7 +232,7 @@ class Snapshot:
 
     def restore_buffers(self) -> None:
         """Restore the buffers and their values."""
-        for place, then in self._buffers:
+        for place, then, _ in self._buffers:
             place.holder[place.key] = then.restored()
 
     def forget_buffers(self) -> None:
@@ -245,6 +247,11 @@ class Snapshot:
                 del vars(module)[key]
             for key, copy in then.items():
                 vars(module)[key] = copy.restored()
+
+
+def _writes(tensor: Tensor) -> int:
+    """PyTorch's count of writes to a tensor in place, which may leave its values as they are."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _own_attributes(module: nn.Module) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,9 @@ class CallerOptimizer:
         self._rules = self._rules_now()
         self._members = self._check_members(model)
         self._owners = {id(p): optimizer for optimizer in self._all for p in _parameters_of(optimizer)}
+        self._settings = [_kinds_in(group, each.defaults) for each in self._all for group in each.param_groups]
+        self._switches, self._kept_states = self._switches_now(), self._states_now()
+        self._lent = False  # whether a training has the states
 
     def updates(self, loss_scale: float = 1.0) -> UpdateSettings:
         """What the next step's updates compute.
@@ -75,14 +79,19 @@ class CallerOptimizer:
         Raises:
             InputError: the caller has changed what must not change between steps, or a setting is no number.
         """
-        if self._members_now() != self._members or self._rules_now() != self._rules:
+        for index, (group, kinds) in enumerate(zip(self._groups(), self._settings, strict=False)):
+            _check_group(index, group)
+            _check_kinds(index, group, kinds)
+        self._check_lent()
+        others = self._rules_now() != self._rules or (
+            self._switches_now() != self._switches and self._states_now() - self._kept_states
+        )
+        if self._members_now() != self._members or others:
             raise InputError(
                 "the optimizer's groups have other parameters, or keep other states, than when the Trainer was made: make a "
                 "new Trainer"
             )
         groups = tuple({name: _copied(value) for name, value in group.items() if name != "params"} for group in self._groups())
-        for index, group in enumerate(groups):
-            _check_group(index, group)
         return UpdateSettings(self._rules, groups, self._members, self._masters, loss_scale)
 
     def note_step(self) -> None:
@@ -103,7 +112,7 @@ class CallerOptimizer:
 
     def take(self, parameter: Tensor, states: Mapping[str, Any]) -> None:
         """Keep states in ``optimizer.state``."""
-        kept = self._owners[id(parameter)].state
+        kept, self._lent = self._owners[id(parameter)].state, False
         if found := self._in_pytorchs_form(parameter, states):
             kept[parameter] = found
         else:
@@ -114,6 +123,7 @@ class CallerOptimizer:
         for optimizer in self._all:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) in self._names]:
                 del optimizer.state[parameter]
+        self._lent = True
 
     def attach(self, run: Callable[[], Running | None]) -> ExitStack:
         """Serve the optimizers' own methods until the result is closed.
@@ -239,6 +249,29 @@ class CallerOptimizer:
             )
         return members
 
+    def _switches_now(self) -> list[dict[str, bool]]:
+        """The settings of each group on which the names of states can depend."""
+        return [{name: value for name, value in group.items() if isinstance(value, bool)} for group in self._groups()]
+
+    def _states_now(self) -> set[tuple[int, str]]:
+        """The names of the states that each group keeps."""
+        return {
+            (index, name)
+            for index, (group, rule) in enumerate(zip(self._groups(), self._rules_now(), strict=True))
+            for parameter in group["params"][:1]
+            for name in rule.states(parameter.shape, parameter.dtype, group)
+        }
+
+    def _check_lent(self) -> None:
+        """Check that nobody has put states where the training would not see them."""
+        for optimizer in self._all if self._lent else ():
+            for parameter, states in optimizer.state.items():
+                if states and id(parameter) in self._names:
+                    raise InputError(
+                        f"optimizer.state has states of {self._names[id(parameter)]}, but the Trainer has its states while it "
+                        "trains: change a copy of optimizer.state_dict() and give it to optimizer.load_state_dict()"
+                    )
+
     def _groups(self) -> Iterator[dict[str, Any]]:
         """The groups of all optimizers."""
         return (group for optimizer in self._all for group in optimizer.param_groups)
@@ -349,6 +382,31 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def _kinds_in(group: Group, names: Container[str]) -> dict[str, str]:
+    """The kind of each setting of ``names`` that is a number, a switch, or several numbers."""
+    kinds = {name: _kind(value) for name, value in group.items() if name in names}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def _kind(value: object) -> str:
+    """What a setting has to stay; empty if it may become anything."""
+    if isinstance(value, bool):
+        return "true or false"
+    if _is_number(value):
+        return "a number"
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else ""
+
+
+def _check_kinds(index: int, group: Group, kinds: Mapping[str, str]) -> None:
+    """Check that settings are there and of their kinds: others would fail in the middle of an update."""
+    for name, kind in kinds.items():
+        if name not in group:
+            raise InputError(f"group {index} of the optimizer has no {name} any more: give it {kind}, as it had")
+        unset = group[name] is None and kind == "true or false"
+        if _kind(group[name]) != kind and not unset:
+            raise InputError(f"{name} of group {index} of the optimizer is {group[name]!r}: give {kind}, as it was")
+
+
 def _check_group(index: int, group: Group) -> None:
     numbers = {name: group.get(name, 0.0) for name in ("lr", "weight_decay", "momentum")}
     eps = group.get("eps", 0.0)  # Adafactor has two, of which the first may follow from the type
@@ -365,8 +423,8 @@ def _check_group(index: int, group: Group) -> None:
 def _is_number(value: object) -> bool:
     """Whether it is one number; text would fail only when an update runs."""
     if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _kind_of(group: Group) -> str:

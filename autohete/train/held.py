@@ -147,7 +147,9 @@ class Held:
                 if self.run is not None:
                     undo.callback(self.run.session.close)
         finally:
-            self.claim = self.run = None
+            run, self.claim, self.run = self.run, None, None
+            if run is not None:
+                run.ended()
             atexit.unregister(self.at_exit)
 
     def abandon(self) -> None:

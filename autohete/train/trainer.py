@@ -270,7 +270,8 @@ class Trainer:
         """Train on a batch and return the loss.
 
         Returns once no more of the model's code will run for this step: until the next step, random numbers, modes and
-        attributes belong to the caller. The rest of backward and the updates continue, and overlap the next step.
+        attributes belong to the caller. The rest of backward and the updates continue, and overlap the next step; switches of
+        all of PyTorch, such as ``torch.backends.mkldnn.flags``, should stay until :meth:`parameters` or the end of training.
 
         Args:
             batch: a pair of token ids and targets, each (batch, sequence); or a mapping with the arguments of the model's

@@ -132,6 +132,10 @@ class TrainingRun:
         if isinstance(self.session.device, AllocatorMemory):  # do not count what measuring took
             self.session.device.reset_peak()
 
+    def ended(self) -> None:
+        """Count the steps of this run as those before another one."""
+        self._position.first_step += self.session.lanes.admitted
+
     @property
     def prepared(self) -> Prepared:
         """The model, and the plan by which it is trained now."""
