@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autohete.errors import InputError
+from autohete.errors import InputError, check_fields
 from autohete.hardware import Hardware
 from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies import System
@@ -118,6 +118,9 @@ class Abilities:
     pipelines: bool = False
     traced: bool = False
     autocast: Collection[Precision] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def adapters_for(self, workload: Workload) -> Adapters | None:
         """Return how adapters are held in the files for a workload that leaves it open; None: as it says."""
