@@ -14,6 +14,7 @@ from typing import Any
 
 from autohete.errors import InputError
 from autohete.frameworks.deepspeed import MILLION, RELEASE_OF_ZENFLOW, RELEASES, WRITTEN_FOR
+from autohete.hardware.document import find
 from autohete.policies.zero_offload import DeepSpeed
 
 #: Stands for what transformers' own options set.
@@ -113,14 +114,14 @@ def read_deepspeed(text: str, *, gpus: int, hidden_size: int, flags: str = "") -
         InputError: not JSON, or something that no policy here does; names the key.
     """
     try:
-        config = json.loads(text)
+        original = json.loads(text)
+        config = _typed(original)
     except (ValueError, RecursionError) as error:
         raise InputError(f"is not JSON: {str(error)[:200]}") from error
     if not isinstance(config, dict):
         raise InputError("holds no JSON object: give a DeepSpeed configuration")
-    original, config = config, _typed(config)
     for key, without in _NOT_SIMULATED.items():
-        if (value := _at(config, key)) not in (None, _AUTO, *without):
+        if (value := find(config, key)) not in (None, _AUTO, *without):
             raise InputError(f"{key} is {json.dumps(value)[:40]}, which is not simulated: leave it out")
     zero = _zero(config)
     given = dict(_flag(item) for item in flags.split(",") if item.strip())
@@ -148,19 +149,11 @@ def _typed(value: Any) -> Any:
     return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20 else value
 
 
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None if it is not there."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
 def _zero(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``zero_optimization`` by its full names, without what is ``auto``: DeepSpeed then takes its default, but
     transformers sets the size of a bucket.
     """
-    zero = _section(config, "zero_optimization")
+    zero = {**_section(config, "zero_optimization")}
     for key in ("offload_optimizer", "offload_param", "zenflow"):
         if isinstance(zero.get(key), dict):
             zero[key] = {name: value for name, value in zero[key].items() if value != _AUTO or key == "zenflow"}
@@ -394,6 +387,6 @@ def _notes(
         yield "precision is fp32, as the file enables neither bf16 nor fp16"
     modelled = policy == "zero3_offload" and flags.get("offload_param") == "on"
     minor = [key for key in MINOR if key in zero and not (modelled and key == "stage3_max_reuse_distance")]
-    others = [key for key, default in _OTHERS.items() if _at(config, key) not in (None, _AUTO, default)]
+    others = [key for key, default in _OTHERS.items() if find(config, key) not in (None, _AUTO, default)]
     if minor or others:
         yield f"not modelled: {', '.join(minor + others)}"

@@ -27,6 +27,7 @@ from autohete.workload.model import Activation, Attention, Block, Mlp, Norm, Nor
 from autohete.workload.optimizers import Optimizer
 
 _ABILITIES = Abilities((Optimizer.ADAMW,), parallel=True, pipelines=True)
+#: Compute capability.
 _BLACKWELL = 10
 #: Saved tensors, and the modules whose inputs they are: those of attention's core, and its result.
 _MODULES = {"flash_attention": ("core_attn", "attn_proj")}

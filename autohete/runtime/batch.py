@@ -183,8 +183,11 @@ class Batch:
                     f"{name} is {_said(value)}: give a tensor, or register the class with torch.utils._pytree if it has tensors"
                 )
             if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
-                how = "has no values" if value.is_meta else f"is {str(value.layout).removeprefix('torch.')}"
-                raise InputError(f"{name} {_said(value)} {how}: give an ordinary tensor, such as {name}.to_dense()")
+                layout = str(value.layout).removeprefix("torch.")
+                fault = "has no values: give an ordinary tensor"
+                if not value.is_meta:
+                    fault = f"is {layout}: give an ordinary tensor, such as {name}.to_dense()"
+                raise InputError(f"{name} {_said(value)} {fault}")
             if isinstance(value, Tensor) and not value.numel():
                 raise InputError(f"{name} {_said(value)} is empty: a batch has at least one sequence of one token")
         ids, positions = leading(self.inputs), with_targets(self.inputs)

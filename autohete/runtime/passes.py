@@ -793,7 +793,7 @@ class Passes:
             kept = self._saved_by(i) if unit.checkpoint is None else [unit.checkpoint[0].hidden]
             if any(tensor.is_floating_point() and not torch.isfinite(tensor).all() for tensor in kept):
                 return f"what block {i} keeps for backward"
-        return "the logits, or the loss itself, as if all targets are ignored"
+        return "the logits, or the loss alone, as when all targets are ignored"
 
 
 def _without_input(call: BlockCall) -> BlockCall:

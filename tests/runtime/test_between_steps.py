@@ -194,5 +194,5 @@ def test_batches_without_values_are_refused() -> None:
             trainer.step((ids.to("meta"), targets))
         with pytest.raises(InputError, match=r"use the model's tokenizer$"):
             trainer.step((ids - 1000, targets))
-        with pytest.raises(NonFiniteLossError, match="as if all targets are ignored"):
+        with pytest.raises(NonFiniteLossError, match="or the loss alone, as when all targets are ignored"):
             trainer.step((ids, torch.full_like(targets, -100)))

@@ -287,6 +287,7 @@ def test_megatron_overlaps_reductions_and_orders_launches() -> None:
     ):
         script = files_of("megatron", decided("resident", gpus=2, parallelism=parallelism, node=node))["train.sh"]
         assert (ordered in script) == needed
+        assert ("--overlap-grad-reduce" in script) == (parallelism.tensor == 1)  # others have the same parameters
 
 
 def test_ranks_that_update_are_bound_and_have_threads() -> None:
@@ -566,6 +567,7 @@ def test_zenflow_is_written_for_a_release_that_trains_the_weights_it_is_given() 
     ("text", "reason"),
     [
         ("{", "is not JSON"),
+        ('{"a":' * 700 + "{}" + "}" * 700, "is not JSON"),
         ("[]", "holds no JSON object"),
         ('{"zero_optimization": 3}', "zero_optimization is 3: give an object"),
         (configuration({"stage": 1, "offload_optimizer": {"device": "cpu"}}), "stage 1 with the optimizer on cpu"),
