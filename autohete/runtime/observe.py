@@ -21,6 +21,10 @@ from autohete.runtime.model_state import Effects
 from autohete.runtime.partition import Partition
 from autohete.runtime.probe import probe
 
+#: Two losses are the same if they differ by no more than this share, or than the rounding of their type: a term that is small
+#: in the beginning, as of labels that are smoothed, must not pass for it.
+_ROUNDING = 1e-5
+
 
 class _Unscaled(threading.local):
     """Whether the calling thread may scale no loss."""
@@ -90,9 +94,10 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
     found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
     if found.own_loss is not None:
         shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
-        if not math.isclose(shifted, found.own_loss, rel_tol=1e-2) and math.isfinite(found.own_loss):
+        own, rounding = found.own_loss.item(), max(_ROUNDING, torch.finfo(found.own_loss.dtype).eps)
+        if not math.isclose(shifted, own, rel_tol=rounding) and math.isfinite(own):
             raise InputError(
-                f"the model's own loss of the first labels is {found.own_loss}, but the cross-entropy of its logits against "
+                f"the model's own loss of the first labels is {own}, but the cross-entropy of its logits against "
                 f"them is {shifted}: it uses labels in another way; give targets (batch, sequence), and a loss of logits "
                 "and targets"
             )

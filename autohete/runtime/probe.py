@@ -58,7 +58,7 @@ class Probe:
     effects: Effects
     places: Mapping[int, Set[int]]
     rows: Mapping[str, int]
-    own_loss: float | None
+    own_loss: Tensor | None
 
 
 def probe(
@@ -110,7 +110,7 @@ def probe(
         for snapshot in (outside, *(trial.before for trial in trials)):
             snapshot.restore()
     effects |= Effects(kept_bytes=beside)
-    own_loss = None if forward.own_loss is None else forward.own_loss.detach().item()
+    own_loss = None if forward.own_loss is None else forward.own_loss.detach()
     return Probe(begin.hidden.detach(), logits.detach(), forward.order, forward.used, effects, uses.found, rows, own_loss)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from autohete.errors import InputError
 from autohete.runtime.eight_bit import EIGHT_BIT, eight_bit_rule
@@ -72,6 +73,8 @@ class CallerOptimizer:
         self._settings = [_kinds_in(group, each.defaults) for each in self._all for group in each.param_groups]
         self._switches, self._kept_states = self._switches_now(), self._states_now()
         self._lent = False  # whether a training has the states
+        self._own_hooks: set[int] = set()
+        self._check_steps()
 
     def updates(self, loss_scale: float = 1.0) -> UpdateSettings:
         """What the next step's updates compute.
@@ -83,6 +86,7 @@ class CallerOptimizer:
             _check_group(index, group)
             _check_kinds(index, group, kinds)
         self._check_lent()
+        self._check_steps()
         others = self._rules_now() != self._rules or (
             self._switches_now() != self._switches and self._states_now() - self._kept_states
         )
@@ -169,6 +173,8 @@ class CallerOptimizer:
                 if id(parameter) in loading.found:  # PyTorch has rounded them to the type of 16-bit parameters
                     self.take(parameter, loading.found[id(parameter)])
 
+        self._own_hooks.add(id(refuse))
+        undo.callback(self._own_hooks.discard, id(refuse))
         for handle in (
             optimizer.register_step_pre_hook(refuse),
             optimizer.register_state_dict_post_hook(fill),
@@ -271,6 +277,22 @@ class CallerOptimizer:
                         f"optimizer.state has states of {self._names[id(parameter)]}, but the Trainer has its states while it "
                         "trains: change a copy of optimizer.state_dict() and give it to optimizer.load_state_dict()"
                     )
+
+    def _check_steps(self) -> None:
+        """Check that nothing is done in ``optimizer.step`` that would be left out, as it is not called."""
+        everywhere = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+        for optimizer in self._all:
+            hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(), *everywhere)
+            found = [hook for hook in hooks if id(hook) not in self._own_hooks]
+            patched = vars(optimizer).get("step")
+            if patched is not None and not _counts_steps(optimizer, patched):
+                found.append(patched)
+            if found:
+                name = getattr(found[0], "__qualname__", type(found[0]).__name__)
+                raise InputError(
+                    f"optimizer.step has a hook or was replaced ({name}), but the Trainer updates in the optimizer's place and "
+                    "would not call that: remove it, and do the same before or after Trainer.step; clip_norm=... clips"
+                )
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         """The groups of all optimizers."""
@@ -440,3 +462,8 @@ def _kind_of(group: Group) -> str:
 def _copied(value: Any) -> Any:
     """A setting that the caller's changes do not reach, as a scheduler fills a tensor."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _counts_steps(optimizer: torch.optim.Optimizer, step: object) -> bool:
+    """Whether ``step`` is what a scheduler of PyTorch puts in its place, to tell whether it was called."""
+    return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step

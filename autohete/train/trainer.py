@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from autohete.errors import AutoHeteError, InputError, check_member
 from autohete.execution.trace import Trace
 from autohete.hardware import Hardware
 from autohete.plan.policy import Policy
+from autohete.printable import shown
 from autohete.profile import Profile
 from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import Loss
@@ -193,6 +194,11 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end(error)
+
+    def __reduce__(self) -> Never:
+        raise InputError(
+            "a Trainer has threads and cannot be copied or pickled: use Trainer.save, or copy Trainer.state_dict()"
+        )
 
     @property
     def prediction(self) -> Simulation | None:
@@ -380,6 +386,7 @@ class Trainer:
         Raises:
             InputError: it cannot be written, or no step has run yet; earlier checkpoints are as before.
         """
+        _check_folder(folder)
         with self._writing.lock:
             state = self.state_dict()
             if self._held.ranks is not None and self._held.ranks.rank:
@@ -393,6 +400,7 @@ class Trainer:
         Raises:
             InputError: there is none, it is damaged, or it does not fit the model; nothing has been changed.
         """
+        _check_folder(folder)
         self._writing.wait()
         content: Any = read_checkpoint(folder)
         if not isinstance(content, dict) or content.keys() != {"training", "extra"}:
@@ -476,6 +484,12 @@ class Trainer:
     def _finish_batch(self) -> None:
         """Wait for the caller's work on the GPU, which may produce the batch."""
         self._options.accelerator.finish()
+
+
+def _check_folder(given: object) -> None:
+    """Check that ``given`` is a path; an empty text would be the working directory."""
+    if not isinstance(given, (str, Path)) or given == "":
+        raise InputError(f"folder is {shown(given)}: give the path of the folder of the checkpoints")
 
 
 class _Served:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Set
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -29,6 +30,9 @@ from autohete.workload.weights import check_weights
 
 #: Models of images and text whose file describes the language model in a part of its own.
 _TEXT_CONFIG = "text_config"
+_TIED = "tie_word_embeddings"
+#: How the names of models end that have another head.
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 #: The command that lists the bundled models.
 _LISTED_BY = "autohete presets models"
 #: How the source of a bundled model begins that names it as the Hub does.
@@ -154,17 +158,20 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
     """
     inner = config.get(_TEXT_CONFIG)
     if config.get("model_type") not in list(FAMILIES) and isinstance(inner, dict):  # a list: any value can be compared
-        shared = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        config = shared | inner
+        config = inner | _ties(config, inner)
     family = config.get("model_type")
     if not isinstance(family, str):
         given = "no model_type" if family is None else f"the model_type {json.dumps(family)[:40]}, which is no text"
         raise InputError(f"{name!r} has {given}: give the config.json of a model on the Hugging Face Hub")
     if family not in FAMILIES:
-        raise unknown_name("model_type", family, FAMILIES)
+        raise InputError(
+            f"{unknown_name('model_type', family, FAMILIES)}. A file of another family is not read: trace the model instead "
+            "(autohete trace), which takes any module"
+        )
+    _check_head(config, name)
     # Lists such as layer_types may hold more than the language model's layers, and JSON keeps strict types apart from enums.
     try:
-        model = FAMILIES[family].model_validate_json(json.dumps(config))
+        model = FAMILIES[family].model_validate_json(json.dumps(_without(config, FAMILIES[family].ignored)))
     except ValidationError as error:
         faults = "; ".join(_fault(fault) for fault in error.errors()[:8])
         raise InputError(
@@ -179,6 +186,29 @@ def parse_model(config: dict[str, Any], name: str) -> Workload:
         tied_embeddings=model.tie_word_embeddings,
         architecture=model.architecture(),
     )
+
+
+def _ties(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether a model within another has tied embeddings, if either says so. Files of ``transformers`` 4 have it inside, and
+    false outside; those of ``transformers`` 5 have it outside, and its default inside.
+    """
+    said = [part[_TIED] for part in (outer, inner) if _TIED in part]
+    return {_TIED: next((one for one in said if one is not False), False)} if said else {}
+
+
+def _without(config: Mapping[str, Any], ignored: Set[str]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ignored}
+
+
+def _check_head(config: Mapping[str, Any], name: str) -> None:
+    """Check that the model has the head of a language model."""
+    listed = config.get("architectures")
+    for one in listed if isinstance(listed, list) else ():
+        if isinstance(one, str) and one.endswith(_OTHER_HEADS):
+            raise InputError(
+                f"{name!r} is a {printable(one)}, whose head is not that of a language model: trace its module instead "
+                "(autohete trace), or leave architectures out for the language model"
+            )
 
 
 def _fault(fault: ErrorDetails) -> str:

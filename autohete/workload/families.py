@@ -7,7 +7,7 @@ published files leave out, and composes each block of its parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -35,6 +35,9 @@ from autohete.workload.model import (
 _LARGEST = 100_000_000
 #: More blocks than any published model has.
 _MOST_BLOCKS = 256
+
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+_MLP_BIAS = frozenset({"mlp_bias"})
 
 Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -64,6 +67,8 @@ class Family(BaseModel, ABC):
     def feed_forward(self, layer: int) -> FeedForward:
         """The MLP or the experts of block ``layer``."""
 
+    #: Keys that the family's code in ``transformers`` does not read, though its relatives' does.
+    ignored: ClassVar[Set[str]] = frozenset()
     #: Of what kind the norms are, and how a block is made; of all blocks.
     norm: ClassVar[Norm] = Norm.RMS
     norm_place: ClassVar[NormPlace] = NormPlace.BEFORE
@@ -98,6 +103,7 @@ class Gpt2(Family):
     n_positions: Size = 1024
     n_inner: Size | None = None
     activation_function: Activation = Activation.GELU_NEW
+    add_cross_attention: Literal[False] = False
     tie_word_embeddings: bool = True
 
     def mixer(self, layer: int) -> Attention:
@@ -124,6 +130,7 @@ class Opt(Family):
     word_embed_proj_dim: Size | None = None
     do_layer_norm_before: bool = True
     enable_bias: bool = True
+    layer_norm_elementwise_affine: Literal[True] = True
     activation_function: Activation = Activation.RELU
     tie_word_embeddings: bool = True
 
@@ -184,9 +191,11 @@ class Llama(Family):
 
 
 class Mistral(Llama):
-    """Mistral 7B (arXiv 2310.06825); all blocks attend to a window where the file names one."""
+    """Mistral 7B (arXiv 2310.06825); all blocks attend to a window unless the file says that there is none."""
 
-    sliding_window: Size | None = None
+    ignored: ClassVar[Set[str]] = _BIASES
+    num_key_value_heads: Size | None = 8
+    sliding_window: Size | None = 4096
 
     def attention(self, layer: int) -> Attention:
         return replace(super().attention(layer), window=self.sliding_window)
@@ -194,6 +203,9 @@ class Mistral(Llama):
 
 class Phi3(Mistral):
     """Phi-3 and Phi-4 (arXiv 2404.14219)."""
+
+    num_key_value_heads: Size | None = None
+    sliding_window: Size | None = None
 
     def attention(self, layer: int) -> Attention:
         return replace(super().attention(layer), joint=JointProduct.SLICES)
@@ -205,6 +217,7 @@ class Phi3(Mistral):
 class Mixtral(Mistral):
     """Mixtral (arXiv 2401.04088)."""
 
+    sliding_window: Size | None = None
     num_local_experts: Size
     num_experts_per_tok: Size
 
@@ -215,6 +228,7 @@ class Mixtral(Mistral):
 class GraniteMoe(Llama):
     """Granite 3.0 1B-A400M and 3B-A800M. Its scalar factors, a kernel each, are not counted."""
 
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
     num_local_experts: Size
     num_experts_per_tok: Size
 
@@ -243,6 +257,8 @@ class _Sliding(Llama):
 class Qwen2(_Sliding):
     """Qwen2 and Qwen2.5 (arXiv 2412.15115): biases on queries, keys and values alone."""
 
+    ignored: ClassVar[Set[str]] = _BIASES
+    num_key_value_heads: Size | None = 32
     use_sliding_window: bool = False
     max_window_layers: Count = 28
 
@@ -253,6 +269,8 @@ class Qwen2(_Sliding):
 class Qwen3(_Sliding):
     """Qwen3 (arXiv 2505.09388): queries and keys are normalised."""
 
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
+    num_key_value_heads: Size | None = 32
     head_dim: Size | None = 128
     use_sliding_window: bool = False
     max_window_layers: Count = 28
@@ -264,6 +282,7 @@ class Qwen3(_Sliding):
 class SmolLM3(_Sliding):
     """SmolLM3: every fourth block without rotated positions."""
 
+    num_key_value_heads: Size | None = 4
     use_sliding_window: bool = False
     no_rope_layers: list[int] | None = None  # 0: without
     no_rope_layer_interval: Size = 4
@@ -303,9 +322,18 @@ class _Sparse(Llama):
 class Qwen2Moe(_Sparse, Qwen2):
     """Qwen1.5-MoE and Qwen2-57B-A14B: a shared expert with a gate."""
 
+    num_key_value_heads: Size | None = 16
+    shared_expert_intermediate_size: Count = 5632
+    qkv_bias: bool = True
+
+    def attention(self, layer: int) -> Attention:
+        return replace(super().attention(layer), bias=self.qkv_bias)
+
 
 class Qwen3Moe(_Sparse, Qwen3):
     """Qwen3-30B-A3B and Qwen3-235B-A22B."""
+
+    num_key_value_heads: Size | None = 4
 
     def slides(self, layer: int) -> bool:
         return True
@@ -314,8 +342,11 @@ class Qwen3Moe(_Sparse, Qwen3):
 class Qwen3Next(_Sparse):
     """Qwen3-Next: three of four blocks with linear attention, gated softmax attention in the others."""
 
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
     norm: ClassVar[Norm] = Norm.RMS_FP32
 
+    num_key_value_heads: Size | None = 2
+    shared_expert_intermediate_size: Count = 512
     head_dim: Size | None = 256
     linear_conv_kernel_dim: Size = 4
     linear_key_head_dim: Size = 128
@@ -343,8 +374,10 @@ class Qwen3Next(_Sparse):
 class Gemma(Llama):
     """Gemma (arXiv 2403.08295)."""
 
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
     norm: ClassVar[Norm] = Norm.RMS_FP32
 
+    num_key_value_heads: Size | None = 16
     head_dim: Size | None = 256
     hidden_act: Activation = Activation.GELU_TANH
     tie_word_embeddings: bool = True
@@ -355,7 +388,9 @@ class Gemma2(_Sliding):
 
     norm: ClassVar[Norm] = Norm.RMS_FP32
     norm_place: ClassVar[NormPlace] = NormPlace.BOTH
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
 
+    num_key_value_heads: Size | None = 4
     head_dim: Size | None = 256
     hidden_act: Activation = Field(default=Activation.GELU_TANH, alias="hidden_activation")
     sliding_window: Size | None = 4096
@@ -374,7 +409,6 @@ class Gemma3(Gemma2):
 
     attn_logit_softcapping: float | None = None
     num_attention_heads: Size = 8
-    num_key_value_heads: Size | None = 4
     vocab_size: Size = 262_208
     sliding_window_pattern: Size = 6
 
@@ -390,6 +424,7 @@ class Olmo2(Llama):
 
     norm: ClassVar[Norm] = Norm.RMS_FP32
     norm_place: ClassVar[NormPlace] = NormPlace.AFTER
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
 
     def attention(self, layer: int) -> Attention:
         return replace(super().attention(layer), whole_norm=True)
@@ -407,7 +442,9 @@ class Olmo3(Olmo2, _Sliding):
 class GptOss(_Sliding):
     """gpt-oss (arXiv 2508.10925): experts with biases, attention sinks, every other block with a window."""
 
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
     norm: ClassVar[Norm] = Norm.RMS_FP32
+    num_key_value_heads: Size | None = 8
     head_dim: Size | None = 64
     attention_bias: bool = True
     sliding_window: Size | None = 128
@@ -426,9 +463,11 @@ class GptOss(_Sliding):
 
 
 class DeepSeek(Family):
-    """DeepSeek-V2 and -V3 (arXiv 2412.19437): latent attention; experts above the first blocks. Extra layers that predict
+    """DeepSeek-V3 (arXiv 2412.19437): latent attention; experts above the first blocks. Extra layers that predict
     further tokens are not counted, as ``transformers`` leaves them out.
     """
+
+    ignored: ClassVar[Set[str]] = _MLP_BIAS
 
     intermediate_size: Size
     moe_intermediate_size: Size
@@ -437,12 +476,13 @@ class DeepSeek(Family):
     num_experts_per_tok: Size
     first_k_dense_replace: Count
     kv_lora_rank: Size
-    q_lora_rank: Size | None = None
+    q_lora_rank: Size | None = 1536
     qk_nope_head_dim: Size
     qk_rope_head_dim: Size
     v_head_dim: Size
     hidden_act: Activation = Activation.SILU
     attention_bias: bool = False
+    mlp_bias: bool = False
 
     def mixer(self, layer: int) -> LatentAttention:
         return LatentAttention(
@@ -457,16 +497,22 @@ class DeepSeek(Family):
 
     def feed_forward(self, layer: int) -> FeedForward:
         if layer < self.first_k_dense_replace:
-            return Mlp(self.intermediate_size, self.hidden_act)
+            return Mlp(self.intermediate_size, self.hidden_act, bias=self.mlp_bias)
         shared = self.n_shared_experts * self.moe_intermediate_size
         return Experts(
             Mlp(self.moe_intermediate_size, self.hidden_act),
             self.n_routed_experts,
             self.num_experts_per_tok,
-            shared=Mlp(shared, self.hidden_act) if shared else None,
+            shared=Mlp(shared, self.hidden_act, bias=self.mlp_bias) if shared else None,
             router_fp32=True,
             weights_fp32=True,
         )
+
+
+class DeepSeekV2(DeepSeek):
+    """DeepSeek-V2 (arXiv 2405.04434): MLPs may have biases, routed experts have none."""
+
+    ignored: ClassVar[Set[str]] = frozenset()
 
 
 #: By ``model_type``.
@@ -487,7 +533,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma3_text": Gemma3,
     "phi3": Phi3,
     "gpt_oss": GptOss,
-    "deepseek_v2": DeepSeek,
+    "deepseek_v2": DeepSeekV2,
     "deepseek_v3": DeepSeek,
     "olmo2": Olmo2,
     "olmo3": Olmo3,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.models import OF_FAMILY, built, config_of, layers_of, small_config
+from transformers import AutoConfig
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -19,6 +20,8 @@ from autohete.workload.families import FAMILIES
 from autohete.workload.model import Attention, Experts, LinearAttention, causal_tokens
 
 SEQUENCE, BATCH = 128, 2
+#: Keys whose defaults follow from others.
+_DERIVED = {"head_dim", "layer_types", "no_rope_layers", "word_embed_proj_dim"}
 
 
 def test_every_family_is_tested() -> None:
@@ -132,6 +135,37 @@ def test_the_language_model_of_a_multimodal_file_is_read() -> None:
     assert found.parameters == read_model("gemma-3-4b").parameters
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(family: str) -> None:
+    """So that a file with few keys is the model that is built of it."""
+    theirs = AutoConfig.for_model(family).to_dict()
+    for key, field in FAMILIES[family].model_fields.items():
+        name = field.alias or key
+        if name not in theirs or field.is_required() or name in _DERIVED:
+            continue
+        if field.default is None and name == "num_key_value_heads":
+            assert theirs[name] == theirs["num_attention_heads"]
+        else:
+            assert (field.default or None) == (theirs[name] or None), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_family_does_not_read_change_nothing(family: str) -> None:
+    """``transformers`` ignores them, whatever the code of relatives does."""
+    config = small_config(family)
+    changed = config | dict.fromkeys(("attention_bias", "mlp_bias"), True)
+    theirs = sum(parameter.numel() for parameter in built(changed, "meta").parameters())
+    assert parse_model(changed, family).parameters == theirs
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, True), (False, False, False)])
+def test_embeddings_are_tied_within_another_model_or_outside(outer: bool, inner: bool, tied: bool) -> None:
+    """As releases 5 and 4 of transformers write it."""
+    text = small_config("qwen2") | {"tie_word_embeddings": inner}
+    config = {"model_type": "llava_onevision", "text_config": text, "tie_word_embeddings": outer}
+    assert parse_model(config, "llava").tied_embeddings is tied
+
+
 BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "is not JSON"),
     ("[]", "holds no JSON object"),
@@ -153,6 +187,10 @@ BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     (config_of("qwen3-next-80b-a3b") | {"layer_types": ["sliding_attention"] * 48}, "'full_attention' or 'linear_attention'"),
     (config_of("qwen3-next-80b-a3b") | {"linear_num_value_heads": 30}, "30 heads of values share 16 heads of keys"),
     (config_of("opt-125m") | {"word_embed_proj_dim": 512}, "embeddings narrower than the model"),
+    ({"model_type": "falcon"}, "trace the model instead (autohete trace)"),
+    (config_of("opt-125m") | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is false"),
+    (config_of("gpt2") | {"add_cross_attention": True}, "add_cross_attention is true"),
+    (config_of("llama-3.1-8b") | {"architectures": ["LlamaForSequenceClassification"]}, "is not that of a language model"),
     (config_of("opt-125m") | {"do_layer_norm_before": False}, "norms after the sublayers are not supported"),
 ]
 

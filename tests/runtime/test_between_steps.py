@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from support.reference import batches, model_for
 from support.small import SMALL
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autohete import Trainer
 from autohete.errors import InputError, NonFiniteLossError
@@ -196,3 +200,56 @@ def test_batches_without_values_are_refused() -> None:
             trainer.step((ids - 1000, targets))
         with pytest.raises(NonFiniteLossError, match="or the loss alone, as when all targets are ignored"):
             trainer.step((ids, torch.full_like(targets, -100)))
+
+
+# --- steps of the optimizer, and copies ----------------------------------------------------------------------------
+
+
+def _nothing(*args: object) -> None:
+    """A hook."""
+
+
+#: What puts something in or around an optimizer's step, and takes it away again.
+STEPS: list[Callable[[torch.optim.Optimizer], Callable[[], object]]] = [
+    lambda optimizer: optimizer.register_step_pre_hook(_nothing).remove,
+    lambda optimizer: optimizer.register_step_post_hook(_nothing).remove,
+    lambda optimizer: register_optimizer_step_pre_hook(_nothing).remove,
+    lambda optimizer: register_optimizer_step_post_hook(_nothing).remove,
+    lambda optimizer: vars(optimizer).update(step=_nothing) or partial(vars(optimizer).pop, "step"),
+]
+
+
+@pytest.mark.parametrize("put", STEPS)
+def test_what_would_be_left_out_of_an_optimizers_step_is_refused(
+    put: Callable[[torch.optim.Optimizer], Callable[[], object]],
+) -> None:
+    """In the beginning and between steps; a scheduler of PyTorch may count steps."""
+    model, given = model_for(SMALL), batches(SMALL, 1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    remove = put(optimizer)
+    with pytest.raises(InputError, match=r"has a hook or was replaced \(_nothing\).*: remove it"):
+        trainer_for(model, optimizer)
+    remove()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with trainer_for(model, optimizer) as trainer:
+        trainer.step(given)
+        if put is not STEPS[-1]:  # the scheduler has its own in that place
+            remove = put(optimizer)
+            with pytest.raises(InputError, match="remove it"):
+                trainer.step(given)
+            remove()
+        trainer.step(given)
+
+
+def test_a_trainer_is_not_copied_and_its_folder_is_a_path() -> None:
+    """Nothing is written to the working directory for an empty text."""
+    with trainer_for(model_for(SMALL)) as trainer:
+        trainer.step(batches(SMALL, 1)[0])
+        for made in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(InputError, match=r"use Trainer\.save"):
+                made(trainer)
+        for folder in (None, 5, b"x", ""):
+            with pytest.raises(InputError, match="give the path of the folder of the checkpoints"):
+                trainer.save(folder)  # type: ignore[arg-type]
+            with pytest.raises(InputError, match="give the path of the folder of the checkpoints"):
+                trainer.load(folder)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 from support.measured import is_within
 from support.modules import EVERYTHING_MOVES, VOCABULARY, batches, profile_for, train_by_policy, train_plainly
 from support.reference import Outcome
-from torch import Tensor
+from torch import Tensor, nn
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware
@@ -266,6 +266,19 @@ def test_arguments_that_cannot_be_are_refused(name: str, value: object) -> None:
 def test_labels_that_mean_something_else_are_refused() -> None:
     """A model whose own loss does not shift them says so by that loss."""
     model = built("XLNet/LMHeadModel", d_model=32, n_layer=2, n_head=4, d_inner=64)
+    with Trainer(model) as trainer, pytest.raises(InputError, match="it uses labels in another way; give targets"):
+        trainer.step(padded_batches()[0])
+
+
+def test_a_loss_that_is_nearly_the_usual_one_is_refused() -> None:
+    """A term that is small in the beginning, such as that of smoothed labels, must not be left out."""
+    model = llama()
+
+    def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return nn.functional.cross_entropy(logits.view(-1, vocab_size), shifted.flatten(), label_smoothing=0.01)
+
+    model.loss_function = smoothed
     with Trainer(model) as trainer, pytest.raises(InputError, match="it uses labels in another way; give targets"):
         trainer.step(padded_batches()[0])
 
