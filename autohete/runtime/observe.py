@@ -23,7 +23,7 @@ from autohete.runtime.probe import probe
 
 #: Two losses are the same if they differ by no more than this share, or than the rounding of their type: a term that is small
 #: in the beginning, as of labels that are smoothed, must not pass for it.
-_ROUNDING = 1e-5
+_ROUNDING, _NARROW_ROUNDING = 1e-5, 1e-2
 
 
 class _Unscaled(threading.local):
@@ -94,7 +94,7 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
     found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
     if found.own_loss is not None:
         shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
-        own, rounding = found.own_loss.item(), max(_ROUNDING, torch.finfo(found.own_loss.dtype).eps)
+        own, rounding = found.own_loss.item(), _ROUNDING if found.own_loss.dtype.itemsize > 2 else _NARROW_ROUNDING
         if not math.isclose(shifted, own, rel_tol=rounding) and math.isfinite(own):
             raise InputError(
                 f"the model's own loss of the first labels is {own}, but the cross-entropy of its logits against "

@@ -7,6 +7,7 @@ come from ``optimizer.state`` when training begins, are read and replaced by ``o
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -466,4 +467,4 @@ def _copied(value: Any) -> Any:
 
 def _counts_steps(optimizer: torch.optim.Optimizer, step: object) -> bool:
     """Whether ``step`` is what a scheduler of PyTorch puts in its place, to tell whether it was called."""
-    return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)  # type: ignore[arg-type]
