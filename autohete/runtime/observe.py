@@ -21,8 +21,8 @@ from autohete.runtime.model_state import Effects
 from autohete.runtime.partition import Partition
 from autohete.runtime.probe import probe
 
-#: Two losses are the same if they differ by no more than this share, or than the rounding of their type: a term that is small
-#: in the beginning, as of labels that are smoothed, must not pass for it.
+#: Largest relative difference between a model's own loss and the cross-entropy of its logits, in fp32 and in 16-bit types. A
+#: loss with a small additional term, such as label smoothing, must not pass for the cross-entropy.
 _ROUNDING, _NARROW_ROUNDING = 1e-5, 1e-2
 
 

@@ -286,13 +286,13 @@ class CallerOptimizer:
             hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(), *everywhere)
             found = [hook for hook in hooks if id(hook) not in self._own_hooks]
             patched = vars(optimizer).get("step")
-            if patched is not None and not _counts_steps(optimizer, patched):
+            if patched is not None and not _wraps_its_own(optimizer, patched):
                 found.append(patched)
             if found:
                 name = getattr(found[0], "__qualname__", type(found[0]).__name__)
                 raise InputError(
-                    f"optimizer.step has a hook or was replaced ({name}), but the Trainer updates in the optimizer's place and "
-                    "would not call that: remove it, and do the same before or after Trainer.step; clip_norm=... clips"
+                    f"optimizer.step has a hook or was replaced ({name}), but the Trainer applies the updates and never calls "
+                    "optimizer.step: remove it, and do the same before or after Trainer.step; to clip gradients, set clip_norm"
                 )
 
     def _groups(self) -> Iterator[dict[str, Any]]:
@@ -465,6 +465,8 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _counts_steps(optimizer: torch.optim.Optimizer, step: object) -> bool:
-    """Whether ``step`` is what a scheduler of PyTorch puts in its place, to tell whether it was called."""
-    return inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)  # type: ignore[arg-type]
+def _wraps_its_own(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
+    """Whether ``step`` wraps the step of the optimizer's class (``functools.wraps``). A scheduler of PyTorch puts such a
+    function in its place to count calls, and loops that call the Trainer themselves put one there that does nothing.
+    """
+    return inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)

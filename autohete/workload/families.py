@@ -36,6 +36,7 @@ _LARGEST = 100_000_000
 #: More blocks than any published model has.
 _MOST_BLOCKS = 256
 
+#: Keys that Llama's code reads, and that of several relatives does not.
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _MLP_BIAS = frozenset({"mlp_bias"})
 
@@ -67,7 +68,7 @@ class Family(BaseModel, ABC):
     def feed_forward(self, layer: int) -> FeedForward:
         """The MLP or the experts of block ``layer``."""
 
-    #: Keys that the family's code in ``transformers`` does not read, though its relatives' does.
+    #: Keys that the family's code in ``transformers`` does not read.
     ignored: ClassVar[Set[str]] = frozenset()
     #: Of what kind the norms are, and how a block is made; of all blocks.
     norm: ClassVar[Norm] = Norm.RMS
@@ -463,8 +464,8 @@ class GptOss(_Sliding):
 
 
 class DeepSeek(Family):
-    """DeepSeek-V3 (arXiv 2412.19437): latent attention; experts above the first blocks. Extra layers that predict
-    further tokens are not counted, as ``transformers`` leaves them out.
+    """DeepSeek-V3 (arXiv 2412.19437): latent attention; experts above the first blocks. Extra layers that predict further
+    tokens are not counted, as ``transformers`` leaves them out.
     """
 
     ignored: ClassVar[Set[str]] = _MLP_BIAS

@@ -158,6 +158,13 @@ def test_keys_that_a_family_does_not_read_change_nothing(family: str) -> None:
     assert parse_model(changed, family).parameters == theirs
 
 
+def test_biases_of_queries_keys_and_values_may_be_left_out() -> None:
+    """Qwen2-MoE has a key for them."""
+    config = small_config("qwen2_moe") | {"qkv_bias": False}
+    theirs = sum(parameter.numel() for parameter in built(config, "meta").parameters())
+    assert parse_model(config, "qwen2_moe").parameters == theirs < parse_model(config | {"qkv_bias": True}, "").parameters
+
+
 @pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, True), (False, False, False)])
 def test_embeddings_are_tied_within_another_model_or_outside(outer: bool, inner: bool, tied: bool) -> None:
     """As releases 5 and 4 of transformers write it."""
