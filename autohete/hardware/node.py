@@ -75,6 +75,15 @@ class Link:
     all_gpus_duplex_bandwidth: float | None = None
     far: bool = False
 
+    def within(self, limit: float) -> Link:
+        """Return the link beside host memory that reads or writes ``limit`` bytes/s."""
+        if self.bandwidth <= limit:
+            return self
+        pageable = None if self.pageable_bandwidth is None else min(limit, self.pageable_bandwidth)
+        return replace(
+            self, bandwidth=limit, duplex_bandwidth=min(limit, self.duplex_bandwidth), pageable_bandwidth=pageable
+        )
+
     def shared_by(self, here: int, gpus: int) -> Link:
         """Return the link of each of ``here`` GPUs that copy at the same time, in a node of ``gpus``.
 
@@ -313,6 +322,21 @@ class Hardware:
         return (*self.notes, *([] if self.unified else _beyond_dram(self)))
 
     @property
+    def dram_bandwidth(self) -> float:
+        """What copies and the CPU's work take of host memory together, bytes/s."""
+        return max(self.host.usable_bandwidth, self.cpu.update_bandwidth)
+
+    @property
+    def h2d_copies(self) -> Link:
+        """``h2d`` as copies have it: a link is no faster than the memory that it reads."""
+        return self.h2d.within(self.dram_bandwidth)
+
+    @property
+    def d2h_copies(self) -> Link:
+        """``d2h`` as copies have it: a link is no faster than the memory that it writes."""
+        return self.d2h.within(self.dram_bandwidth)
+
+    @property
     def gpu_capacity_bytes(self) -> int:
         """GPU memory available to tensors."""
         return self.gpu.memory_bytes - self.gpu.reserved_bytes
@@ -457,7 +481,7 @@ def _beyond_dram(hardware: Hardware) -> list[str]:
     remarks = []
     if update > usable * _ROUNDING:
         remarks.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")
-    limit = max(usable, update)
+    limit = hardware.dram_bandwidth
     rates = {"h2d": h2d.bandwidth, "d2h": d2h.bandwidth, "both at once": h2d.duplex_bandwidth + d2h.duplex_bandwidth}
     above = [f"{name} {rate / 1e9:.3g}" for name, rate in rates.items() if rate > limit * _ROUNDING]
     if above:

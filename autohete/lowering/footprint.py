@@ -107,8 +107,7 @@ def shared_bandwidth(
     """
     if hardware.unified:
         return _beside_gpu(hardware, uses_cpu=False)
-    h2d, d2h, cpu = hardware.h2d, hardware.d2h, hardware.cpu
-    update = cpu.update_bandwidth
+    h2d, d2h, update = hardware.h2d_copies, hardware.d2h_copies, hardware.cpu.update_bandwidth
     flows: tuple[Flow, ...] = (
         Flow(H2D, h2d.bandwidth, h2d.duplex_bandwidth),
         Flow(D2H, d2h.bandwidth, d2h.duplex_bandwidth),
@@ -120,11 +119,10 @@ def shared_bandwidth(
         flows = (*flows, *(Flow(lane, rate, rate) for lane, rate in rates))
     behind = [lane for place in places if place.beside == HOST_MEMORY for lane in of_places[place.name]]
     collective = [COLLECTIVE] if hardware.collectives_through_host else []
-    usable = hardware.host.usable_bandwidth
     link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
     resources: tuple[SharedResource, ...] = (
         SharedResource(LINK, link, (H2D, D2H, *collective)),
-        SharedResource("host_memory", max(usable, update), (H2D, D2H, CPU, *behind, *collective)),
+        SharedResource("host_memory", hardware.dram_bandwidth, (H2D, D2H, CPU, *behind, *collective)),
     )
     for place in places:
         both, lanes = place.both_bandwidth, of_places[place.name]

@@ -170,13 +170,11 @@ class TimeBounds:
 
     def _slowest(self, work: _Work) -> Numbers:
         """The time for ``work``: each engine at full rate, and all together within their shared capacity."""
-        h2d, d2h, cpu = self.hardware.h2d, self.hardware.d2h, self.hardware.cpu
-        update = cpu.update_bandwidth
+        h2d, d2h, update = self.hardware.h2d_copies, self.hardware.d2h_copies, self.hardware.cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
-        dram = max(self.hardware.host.usable_bandwidth, update)
         copied = work.up * h2d.bandwidth + work.down * d2h.bandwidth
         engines = np.maximum(np.maximum(work.down, work.up), work.cpu)
-        return np.maximum(engines, np.maximum(copied / link, (copied + work.cpu * update) / dram))
+        return np.maximum(engines, np.maximum(copied / link, (copied + work.cpu * update) / self.hardware.dram_bandwidth))
 
     # --- cycles
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete.hardware import Hardware, Place
+from autohete.hardware import Place
 from autohete.lowering.copies import lane_between
 from autohete.lowering.shards import parts_of
 from autohete.plan import Activations, UnitPlan
@@ -165,11 +165,6 @@ def _place_seconds(place: Place, one: UnitCosts) -> float:
     )
 
 
-def _dram_bandwidth(hardware: Hardware) -> float:
-    """The rate of all copies and the CPU's work together."""
-    return max(hardware.host.usable_bandwidth, hardware.cpu.update_bandwidth)
-
-
 _Alike = tuple[list[tuple[int, tuple[UnitPlan, ...]]], list[int]]
 
 
@@ -297,9 +292,7 @@ class Model:
             between.append(follow + gathered * self._reached[:, None])
         base = self._gpu_from()
         cycles = [base + self._sum(under, one) for one in between]
-        hardware = self._profile.hardware  # a copy that memory slows takes as many times its rounding
-        slowed_by = max(hardware.h2d.bandwidth, hardware.d2h.bandwidth) / _dram_bandwidth(hardware)
-        floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m * max(1.0, slowed_by)
+        floor = 0.5e-9 * TASKS_PER_UNIT * self._n * self._m
         of_places = [self._sum(everything, tables.moves(partial(_place_seconds, place))) for place in self._places]
         seconds = stacked([*loads, *cycles, self._before_backward(gpu), *of_places])
         stall = self._stall(gradients)
@@ -348,12 +341,10 @@ class Model:
     def _engines(self, up: Table, down: Table, cpu: Table) -> list[Table]:
         """Time of the copies up, the copies down and the CPU, each at full rate, and of all within their shared capacity."""
         hardware = self._profile.hardware
-        h2d, d2h = hardware.h2d, hardware.d2h
-        update = hardware.cpu.update_bandwidth
+        h2d, d2h, update = hardware.h2d_copies, hardware.d2h_copies, hardware.cpu.update_bandwidth
         link = max(h2d.duplex_bandwidth + d2h.duplex_bandwidth, h2d.bandwidth, d2h.bandwidth)
-        dram = _dram_bandwidth(hardware)
         copied = up * h2d.bandwidth + down * d2h.bandwidth
-        return [up, down, cpu, copied * (1 / link), (copied + cpu * update) * (1 / dram)]
+        return [up, down, cpu, copied * (1 / link), (copied + cpu * update) * (1 / hardware.dram_bandwidth)]
 
     def _stall(self, gradients: Table) -> Table:
         """Time that the GPU waits for each unit if only the adjacent passes hide a copy."""

@@ -395,11 +395,11 @@ class Profile:
 
     def h2d_seconds(self, size_bytes: float, *, pinned: bool = True) -> float:
         """Time to copy ``size_bytes`` to the GPU, alone on the link."""
-        return _copy_seconds(self.hardware.h2d, size_bytes, pinned)
+        return _copy_seconds(self.hardware.h2d_copies, size_bytes, pinned)
 
     def d2h_seconds(self, size_bytes: float, *, pinned: bool = True, fresh: bool = False) -> float:
         """Time to copy ``size_bytes`` to the host, alone on the link; to ``fresh`` memory with its page faults."""
-        seconds = _copy_seconds(self.hardware.d2h, size_bytes, pinned)
+        seconds = _copy_seconds(self.hardware.d2h_copies, size_bytes, pinned)
         return seconds + size_bytes / FIRST_TOUCH_BANDWIDTH if fresh else seconds
 
     def place_seconds(self, name: str, size_bytes: float, *, write: bool) -> float:

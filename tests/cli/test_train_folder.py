@@ -363,9 +363,12 @@ def test_a_training_that_does_not_fit_its_checkpoints_is_refused(folder: Path) -
     assert autohete(*line(folder, save=save, out="first")).returncode == 0
     assert "has checkpoints of a training: continue it with --resume" in refused(*line(folder, save=save))
     assert "has made 4 steps: give --steps of more" in refused(*line(folder, save=save, steps="3"), "--resume")
-    for changes, name in (({"seed": "1"}, "seed"), ({"lr": "1e-3"}, "lr"), ({"batch_size": "4"}, "batch size")):
-        options = {"steps": "9", "save": save, **changes}
-        assert f"has another {name}" in refused(*line(folder, **options), "--resume")
+    others = {"seed": "1", "lr": "1e-3", "batch size": "4", "clip norm": "1.0"}
+    for name, value in others.items():
+        changed = line(folder, **{"steps": "9", "save": save, name.replace(" ", "_"): value})
+        assert f"has another {name}" in refused(*changed, "--resume")
+    assert "has another answer to losses" in refused(*line(folder, save=save, steps="9"), "--skip-nonfinite", "--resume")
+    assert "has another number of GPUs" in refused(*line(folder, save=save, steps="9"), "--gpus", "2", "--resume")
     (folder.parent / "text.txt").write_text(TEXT + "more")
     assert "has another text" in refused(*line(folder, save=save, steps="9"), "--resume")
     assert left(folder) == ["first", "saved", "small", "text.txt"]

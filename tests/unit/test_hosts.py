@@ -263,6 +263,19 @@ def test_a_link_above_the_dram_is_said() -> None:
     assert answer(on(slow), parse_policy("resident"))[0].notes == slow.remarks
 
 
+def test_a_link_above_the_dram_is_as_fast_as_the_dram() -> None:
+    """Beyond the DRAM's rate, a faster link changes nothing; what a copy costs besides its bytes stays as it is."""
+    dram = load_hardware("a100-40gb-epyc7713").dram_bandwidth
+    times = {
+        simulate_policy(on(faster), parse_policy("zero_offload")).iteration_seconds
+        for times_as_fast in (1, 2, 1e5)
+        for faster in [load_hardware("a100-40gb-epyc7713", {"links.h2d.bandwidth": f"{dram * times_as_fast:.0f}B/s"})]
+    }
+    assert len(times) == 1
+    slow = on(load_hardware("a100-40gb-epyc7713", {"host.memory_bandwidth": "20GB/s"}))
+    assert slow.d2h_seconds(10**9, pinned=False) == on("a100-40gb-epyc7713").d2h_seconds(10**9, pinned=False)
+
+
 def test_the_part_of_one_gpu_is_said() -> None:
     """DRAM that suffices for one GPU may not for each of many; updates of bound ranks that exceed it count as given."""
     copies = load_hardware("h100-pcie5").shared_by(8).remarks
