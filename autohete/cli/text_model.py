@@ -234,7 +234,6 @@ def _run(
         "batch size": options.batch_size,
         "micro-batches": training.micro_batches,
         "sequence length": options.sequence_length,
-        "number of GPUs": training.gpus,
         "dropout": options.dropout,
         "clip norm": training.clip_norm,
         "answer to losses that are not finite": str(keywords["on_nonfinite"]),

@@ -80,9 +80,7 @@ class Link:
         if self.bandwidth <= limit:
             return self
         pageable = None if self.pageable_bandwidth is None else min(limit, self.pageable_bandwidth)
-        return replace(
-            self, bandwidth=limit, duplex_bandwidth=min(limit, self.duplex_bandwidth), pageable_bandwidth=pageable
-        )
+        return replace(self, bandwidth=limit, duplex_bandwidth=min(limit, self.duplex_bandwidth), pageable_bandwidth=pageable)
 
     def shared_by(self, here: int, gpus: int) -> Link:
         """Return the link of each of ``here`` GPUs that copy at the same time, in a node of ``gpus``.
