@@ -177,12 +177,15 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
     """Start and end of each step on the host, and remarks."""
     for wanted in (name,) if name is not None else _STEP:
         marks: list[HostRange] = []
-        if wanted == _STEP[1]:  # of several optimizers, the first
+        by_optimizer = name is None and wanted == _STEP[1]
+        if by_optimizer:  # of several optimizers, the first
             wanted = next((one.name for one in recorded.ranges if one.name.startswith(wanted)), wanted)
         for one in recorded.ranges:
             if one.name.startswith(wanted) and (not marks or one.end > marks[-1].end):  # not one within another
                 marks.append(one)
-        if not marks:
+        if by_optimizer:
+            marks = _after_backward(marks, recorded.ranges)
+        if len(marks) <= by_optimizer:  # from a step to the next there is none
             continue
         bounds = list(pairwise(one.start for one in marks))
         filled = sum(one.end - one.start for one in marks[:-1]) >= _FILLS * (marks[-1].start - marks[0].start)
@@ -201,6 +204,13 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
         "them with --step-name"
     )
     return [(float(first), last)], [remark]
+
+
+def _after_backward(updates: Sequence[HostRange], ranges: Sequence[HostRange]) -> list[HostRange]:
+    """Of each group of updates without a backward between them, as of several optimizers, the first; all if there is none."""
+    backwards = sorted(one.start for one in ranges if _pass_of(one.name) is Phase.BACKWARD)
+    passed = [bisect_right(backwards, one.start) for one in updates]
+    return [one for one, (before, now) in zip(updates, pairwise([-1, *passed]), strict=True) if now > before or not backwards]
 
 
 def find_steps(recorded: RecordedRun, name: str | None = None) -> Phased:

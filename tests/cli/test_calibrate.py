@@ -301,7 +301,14 @@ def test_steps_are_found_by_other_names(tmp_path: Path) -> None:
     by_optimizer = found(str(path))
     assert by_optimizer["steps"] == STEPS - 1  # the last has no next one
     assert "from one Optimizer.step#AdamW.step to the next" in by_optimizer["remarks"][0]
-    trace.events = [event for event in trace.events if "step" not in event["name"]]
+    updates = [event for event in trace.events if "step" in event["name"]]
+    trace.events += [event | {"ts": event["ts"] + 510, "dur": 10} for event in updates]  # a second optimizer of the same class
+    two = found(str(trace.write(tmp_path / "two.json")))
+    assert [two[key] for key in ("steps", "measured_seconds")] == [by_optimizer[key] for key in ("steps", "measured_seconds")]
+    rest = [event for event in trace.events if "step" not in event["name"]]
+    trace.events = [*rest, updates[0]]
+    assert "no steps are marked" in found(str(trace.write(tmp_path / "one.json")))["remarks"][0]
+    trace.events = rest
     whole = found(str(trace.write(tmp_path / "none.json")))
     assert whole["steps"] == 1
     assert "no steps are marked" in whole["remarks"][0]
