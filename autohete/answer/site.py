@@ -64,7 +64,7 @@ def without_system(hardware: Hardware, system_bytes: int) -> Hardware:
     if left < 1:
         raise InputError(
             f"{format_bytes(system_bytes)} for the system leaves nothing of {format_bytes(host.memory_bytes)} of host memory: "
-            "give a smaller system_bytes, or hardware with a larger host.memory"
+            "leave less to the system, or give hardware with a larger host.memory"
         )
     pinned = None if host.pinned_bytes is None else min(host.pinned_bytes, left)
     return replace(hardware, host=replace(host, memory_bytes=left, pinned_bytes=pinned))

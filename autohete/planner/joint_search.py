@@ -26,18 +26,19 @@ from autohete.planner.search import simulated_micro_batches
 
 #: A plan within this share of the lower bound needs no further search.
 _PROVEN = 0.002
-#: Judgements per walk. Each takes time proportional to the number of units, so that a walk takes a few seconds in total.
-_EFFORT_TIMES_UNITS, _LEAST_EFFORT, _MOST_EFFORT = 1000, 10, 40
+#: Judgements per walk. Each takes time proportional to the number of units, so that a walk takes some seconds in total, and
+#: those of few units take less than those of many.
+_EFFORT_TIMES_SQUARE, _LEAST_EFFORT, _MOST_EFFORT = 100_000, 10, 100
 #: The same of a walk that has to be quick.
 _QUICK_EFFORT = 6
 #: A walk ends after this many judgements without a gain of more than this share.
-_PATIENCE, _GAIN = 20, 0.0005
+_PATIENCE, _GAIN = 40, 0.0005
 #: Maximum number of changes drawn per judgement when the rows rule most of them out.
 _DRAWS = 40
 #: Number of the best plans that are judged exactly where times are estimates.
 _FEW_BEST = 2
-#: Up to this many assignments, all are ranked.
-_FEW = 3000
+#: Up to this many assignments, all are ranked, and so many of the best are judged.
+_FEW, _RANKED = 3000, 80
 #: Starting points: shares of the estimated stalls, of which only the first ones are tried where a judgement takes as much work
 #: as more than so many units; and the number of plans to spend on each share while they exceed the memory.
 _STALLS, _FEWER_STALLS, _LARGE = (1.5, 1.0, 0.3, 0.6), 2, 64
@@ -83,7 +84,7 @@ class JointSearch:
     ) -> None:
         self._relaxed, self._judge, self._bound = relaxed, judge, bound_seconds
         units = len(relaxed.choices.others)
-        self._effort = _QUICK_EFFORT if quick else min(max(_EFFORT_TIMES_UNITS // units, _LEAST_EFFORT), _MOST_EFFORT)
+        self._effort = _QUICK_EFFORT if quick else min(max(_EFFORT_TIMES_SQUARE // units**2, _LEAST_EFFORT), _MOST_EFFORT)
         is_large = quick or units * simulated_micro_batches(micro_batches) > _LARGE
         self._stalls = _STALLS[:_FEWER_STALLS] if is_large else _STALLS
         self._judged: dict[Assignment, Judgement] = {}
@@ -140,7 +141,7 @@ class JointSearch:
             rows = lowest.of(assignment)
             if lowest.fits(rows):
                 ranked.append((usual.value(usual.of(assignment)), lowest.seconds(rows), assignment))
-        effort = _MOST_EFFORT * 2
+        effort = _RANKED
         for _, bound, assignment in sorted(ranked):
             if self._done or not effort:
                 return
