@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 import autohete
@@ -46,6 +47,11 @@ class BudgetModule(lightning.LightningModule):
     def on_fit_start(self) -> None:
         if self.trainer.gradient_clip_algorithm not in (None, "norm"):
             raise InputError("gradients are clipped by norm only: leave gradient_clip_algorithm out")
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        owners = [(self, lightning.LightningModule), *((one, lightning.Callback) for one in callbacks)]
+        for name in ("on_before_optimizer_step", "configure_gradient_clipping"):
+            if any(is_overridden(name, one, kind) for one, kind in owners if hasattr(kind, name)):
+                raise InputError(f"{name} would not be called before the update: leave it out, or give the budget a clip_norm")
         clip_norm = self.trainer.gradient_clip_val or None
         found: dict[str, Any] = {
             "autocast": torch.bfloat16 if self.trainer.precision == "bf16-mixed" else None,

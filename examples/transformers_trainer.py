@@ -38,8 +38,12 @@ class BudgetTrainer(transformers.Trainer):
         parts, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         args.per_device_train_batch_size *= parts
         super().__init__(model, args, **kwargs)
-        if self.label_smoother is not None or self.compute_loss_func is not None:
-            raise InputError("label_smoothing_factor and compute_loss_func would be ignored: give budget={'loss': function}")
+        own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+        if own_loss or self.label_smoother is not None or self.compute_loss_func is not None:
+            raise InputError(
+                "label_smoothing_factor, compute_loss_func and another compute_loss would be ignored: give "
+                "budget={'loss': function}"
+            )
         loss = mean_token_loss if self.model_accepts_loss_kwargs else next_token_loss
         clip_norm = args.max_grad_norm or None
         self.budget = {"loss": loss, "clip_norm": clip_norm, "micro_batches": parts, "master_weights": False} | budget
@@ -53,13 +57,16 @@ class BudgetTrainer(transformers.Trainer):
         optimizer: Any = self.optimizer.optimizer  # type: ignore[union-attr]  # in accelerate's
         self.autohete = autohete.Trainer(model, optimizer=optimizer, **self.budget)
         self.until_end.enter_context(self.autohete)
+        plain = transformers.TrainerCallback.on_pre_optimizer_step
+        if any(type(one).on_pre_optimizer_step is not plain for one in self.callback_handler.callbacks):
+            raise InputError("on_pre_optimizer_step of a callback would be called after the update: use on_step_begin")
         nothing = wraps(optimizer.step)(lambda closure=None: None)  # training_step has updated
         self.until_end.enter_context(patch.object(optimizer, "step", nothing))
         return model, loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         model.train()
-        return torch.tensor(self.autohete.step(_counted(inputs, num_items_in_batch)))
+        return torch.tensor(self.autohete.step(_counted(self._prepare_inputs(inputs), num_items_in_batch)))
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         if not prediction_loss_only or not self.is_in_train or self.autohete.prediction is None:

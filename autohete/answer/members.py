@@ -94,7 +94,7 @@ def largest_member(
 
 
 def _why_not(profile: Profile, names: Sequence[str]) -> str:
-    """Why no policy trains it; empty if one does. If several plan and none fits, the reason is that of the first."""
+    """Why no policy trains it; empty if one does. If several plan and none fits, the reason is that of the first, by name."""
     states, there = sum(profile.state_bytes(unit) for unit in range(len(profile.units))), _all_memory(profile.hardware)
     if states > there:  # no need to search for a plan
         return f"its optimizer states take {format_bytes(states)}, all memory together has {format_bytes(there)}"
@@ -107,7 +107,7 @@ def _why_not(profile: Profile, names: Sequence[str]) -> str:
             continue
         if not reason:
             return ""
-        reasons.append(reason)
+        reasons.append(reason if len(names) == 1 else f"{name}: {reason}")
     return (reasons or refusals)[0]
 
 

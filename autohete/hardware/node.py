@@ -439,11 +439,18 @@ class Hardware:
         together, elementwise = cpu.ranks_update_bandwidth, None
         if together is None:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
+        notes, dram = list(self.notes), self.host.memory_bandwidth * self.host.memory_domains
+        if together > dram * _ROUNDING:
+            notes.append(
+                f"cpu.ranks_update_bandwidth {together / 1e9:.3g} GB/s is more than the {dram / 1e9:.3g} GB/s of all DRAM "
+                "(host.memory_bandwidth), which is used"
+            )
+            together = dram
         host = self.host.shared_by(here)
         shared = join.within(host)
         return replace(
             self,
-            notes=(*self.notes, *_join_notes(join, shared, gpus)),
+            notes=(*notes, *_join_notes(join, shared, gpus)),
             interconnect=shared.of_groups(tensor),
             h2d=self.h2d.shared_by(here, join.gpus),
             d2h=self.d2h.shared_by(here, join.gpus),

@@ -86,20 +86,24 @@ class StrongHold:
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`."""
 
-        def plan_for(activations: Activations) -> Plan:
-            return better([self._windowed(profile, activations, processor, judge) for processor in processors], judge)
+        every = [self]
+        if self.window_optimizer is WindowOptimizer.BEST:
+            every = [replace(self, window_optimizer=on) for on in (WindowOptimizer.GPU, WindowOptimizer.CPU)]
+            if profile.workload.micro_batches > 1:
+                # A window place cannot hold accumulated gradients while its block is away: with the GPU, none may be.
+                whole = replace(every.pop(0), window=len(profile.units) - 2)
+                every += [whole] if self.window is None else []
 
-        best = self.window_optimizer is WindowOptimizer.BEST
-        processors = [Processor.GPU, Processor.CPU] if best else [Processor(self.window_optimizer)]
-        if best and profile.workload.micro_batches > 1:
-            processors = [Processor.CPU]  # a window place cannot hold accumulated gradients while its block is away
+        def plan_for(activations: Activations) -> Plan:
+            return better([one._windowed(profile, activations, judge) for one in every], judge)
+
         return with_checkpointing(self.checkpointing, plan_for, profile, judge)
 
-    def _windowed(self, profile: Profile, activations: Activations, processor: Processor, judge: Judge) -> Plan:
+    def _windowed(self, profile: Profile, activations: Activations, judge: Judge) -> Plan:
         """The plan of the given window, or of the fastest: search from the widest that fits down while it gets faster."""
 
         def plan_for(window: int) -> Plan:
-            return shape(profile, activations, window, processor)
+            return shape(profile, activations, window, Processor(self.window_optimizer))
 
         several = profile.hardware.gpus > 1
         shape = (_replicated_plan if self.replicated else _shared_plan) if several else _plan

@@ -193,9 +193,10 @@ def _fragmented(answer: Answer, reserved_bytes: int) -> str:
         why = ", and training waits where it gives back what is in pieces"
     else:
         return ""
-    if answer.profile.workload.expandable_segments:
+    expanded = None if simulation is None else simulation.gpu.expanded_bytes
+    if answer.profile.workload.expandable_segments or (expanded is not None and expanded > capacity):
         return why
-    then = "" if simulation is None else f", with which it reserves {format_bytes(simulation.gpu.expanded_bytes)}"
+    then = "" if expanded is None else f", with which it reserves {format_bytes(expanded)}"
     return f"{why}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True{then}"
 
 

@@ -32,11 +32,12 @@ class Evaluation:
     def logits(self) -> Iterator[Callable[[Inputs], Tensor]]:
         """Yield a function from token ids (or the model's arguments) to logits, with dropout off.
 
-        Module modes, buffers and random states are restored on exit.
+        Module modes, buffers, random states and the state of the loss function's modules are restored on exit.
         """
         partition, count = self._passes.partition, self._memories.count
         with self._guard.inside():
             before = Snapshot(partition.model.named_modules(), partition.effects.changing)
+            of_loss = self._passes.loss.state(partition.model)
         self._memories.current.task = "evaluation"
         try:
             with (
@@ -48,6 +49,7 @@ class Evaluation:
         finally:
             with self._guard.inside():
                 before.restore()
+                of_loss.restore()
 
     def _logits(self, inputs: Inputs) -> Tensor:
         with self._guard.resumed(), self._guard.inside():

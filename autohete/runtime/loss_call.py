@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import ITEMS
 from autohete.runtime.losses import mean_token_loss, next_token_loss
+from autohete.runtime.model_state import Snapshot
 
 if TYPE_CHECKING:
     from autohete.runtime.batch import Batch, Loss
@@ -42,6 +44,15 @@ class LossCall:
         targets, more = batch.of_loss(device)
         with Autocast.to(self.autocast, device).entered():
             return self.function(logits, targets, **more, **({ITEMS: batch.items} if self.adds_up else {}))
+
+    def state(self, model: nn.Module) -> Snapshot:
+        """Copies of the buffers and attributes of the function's modules, if it has any that are not the model's."""
+        function = self.function
+        while isinstance(function, partial):
+            function = function.func
+        owner, own = getattr(function, "__self__", function), set(model.modules())
+        modules = owner.named_modules() if isinstance(owner, nn.Module) else ()
+        return Snapshot((name, module) for name, module in modules if module not in own)
 
 
 def _more_arguments(function: Loss) -> list[str]:

@@ -280,6 +280,8 @@ class _Copy:
             content = value.getstate()
         elif isinstance(value, np.random.Generator):
             content = deepcopy(value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState):
+            content = value.get_state(legacy=True)
         self._content = content
 
     def is_like(self, now: Any) -> bool:
@@ -299,6 +301,8 @@ class _Copy:
             return len(content) == len(now) and all(copy.is_like(item) for copy, item in zip(content, now, strict=True))
         if isinstance(now, np.ndarray):
             return np.array_equal(content, now, equal_nan=now.dtype.kind in "fc")
+        if isinstance(now, np.random.RandomState):
+            return _is_same_numpy(content, now.get_state(legacy=True))
         if isinstance(now, torch.Generator):
             return torch.equal(content, now.get_state())
         return bool(content == (_Copy(now)._content))
@@ -334,6 +338,8 @@ class _Copy:
             value.setstate(content)
         elif isinstance(value, np.random.Generator):
             value.bit_generator.state = content
+        elif isinstance(value, np.random.RandomState):
+            value.set_state(content)
         return value
 
 

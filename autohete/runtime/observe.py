@@ -81,9 +81,10 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
         InputError: training is not possible with this batch, model or loss; nothing has been changed.
     """
 
-    kept = Ledger("loss")
+    kept, state = Ledger("loss"), loss.state(partition.model)
 
     def of_first(logits: Tensor) -> Tensor:
+        state.restore()
         part = first.split(micro_batches, equal=not loss.adds_up)[0]
         if loss.per_position:
             check_classes(first.targets, logits.shape[-1])
@@ -91,7 +92,10 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
         with accounting(kept, "", WORKSPACE), _unscaled():
             return loss(logits.repeat(len(part.targets), *[1] * (logits.dim() - 1)), part, logits.device)
 
-    found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
+    try:
+        found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
+    finally:
+        state.restore()
     if found.own_loss is not None:
         shifted = next_token_loss(found.logits, first.targets[:1].to(found.logits.device)).item()
         own, rounding = found.own_loss.item(), _ROUNDING if found.own_loss.dtype.itemsize > 2 else _NARROW_ROUNDING

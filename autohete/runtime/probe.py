@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autohete.errors import AutoHeteError, InputError
 from autohete.runtime.autocast import Autocast
 from autohete.runtime.batch import Inputs, check_range, first_sequence, leading, named, on_device, padded
-from autohete.runtime.forward_pass import BlockCall, ForwardPass, graph_nodes, hidden_of, with_hidden
+from autohete.runtime.forward_pass import BlockCall, ForwardPass, Handed, graph_nodes, hidden_of, with_hidden
 from autohete.runtime.ledger import WORKSPACE, Ledger, accounting
 from autohete.runtime.losses import check_loss
 from autohete.runtime.model_state import (
@@ -86,23 +86,30 @@ def probe(
         with cut.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
             forward = ForwardPass(cut.model, mode)
             first = on_device(first_sequence(inputs), device)
-            with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0):
+            outer = _OuterCode(device)
+            with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0), outer.running():
                 call = begin = forward.start(first)
             for place in range(len(forwards)):
                 with uses.at(place + 1):
                     trial = trials[forward.order[place]]
                     result = trial.run(replace(call, place=place), forwards[forward.order[place]], device)
                     others = {other for _, other in trial.effects.others}
+                    outer.got(call.hidden, result)
                     if place + 1 < len(forwards):
-                        call = forward.resume(result, others=others)
-            with uses.at(cut.last):
+                        with outer.running():
+                            call = forward.resume(result, others=others)
+            with uses.at(cut.last), outer.running():
                 logits = forward.finish(result, others=others)
             if loss is not None:
                 found = logits.detach().requires_grad_()
                 with uses.at(LOSS):
-                    check_loss(loss(found), found, cut.model)
+                    _check_twice(loss, found, cut.model, device)
             effects = reduce(Effects.__or__, (trial.effects for trial in trials), _effects_since(outside, sequences))
             effects |= forward.observed
+            kept = Snapshot(cut.named_modules(0))  # the loss function may use what the forward has left
+            outside.restore()
+            outer.check(ForwardPass(cut.model, mode), first, logits)
+            kept.restore()
         again = cut.ordered(forward.order)
         with again.intercepted() as forwards, unchanged_random_state(device), torch.enable_grad(), _teaching(inputs):
             beside = _beside_bytes(again, on_device(padded(inputs), device), effects, forwards, mode)
@@ -122,6 +129,70 @@ def by_use(cut: Partition, inputs: Inputs) -> Partition:
     """
     found = probe(cut, inputs)
     return cut.ordered(found.order).using(found.used, found.effects, found.places)
+
+
+_STATE = (
+    "each time it is called with the same input, buffers and random state. Profiling, recomputation and evaluation call it "
+    "more often than training would, which advances any counter or random generator that it uses. Draw random numbers from "
+    "the global generators, and keep counters in buffers (register_buffer)"
+)
+
+
+def _check_twice(loss: Callable[[Tensor], Tensor], logits: Tensor, model: nn.Module, device: torch.device) -> None:
+    """Check what the loss function returns for ``logits``, also that it is the same a second time.
+
+    Raises:
+        InputError: see :func:`autohete.runtime.losses.check_loss`; or it has state that advances.
+    """
+    random = RandomState(device)
+    first = loss(logits)
+    check_loss(first, logits, model)
+    random.restore()
+    if not _equal(loss(logits).detach(), first.detach()):
+        raise InputError(f"the loss function returns something else {_STATE} of a module that is the loss function")
+
+
+class _OuterCode:
+    """What the model's own code outside of its blocks computes in a forward, to compare it with a second one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random: list[RandomState] = []
+        self._blocks: list[tuple[Tensor, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The code runs up to the next block, or to the end."""
+        self._random.append(RandomState(self._device))
+        yield
+
+    def got(self, hidden: Tensor, result: Any) -> None:
+        """It has called a block with these hidden states, and gets a result."""
+        self._blocks.append((hidden, result))
+
+    def check(self, forward: ForwardPass, inputs: Inputs, logits: Tensor) -> None:
+        """Run the code again with the results of its blocks.
+
+        Raises:
+            InputError: it computes something else.
+        """
+        self._random[0].restore()
+        call, same = forward.start(inputs), True
+        for (hidden, result), random, last in zip(self._blocks, self._random[1:], self._lasts(), strict=True):
+            same = same and _equal(call.hidden.detach(), hidden.detach())
+            if not same or (isinstance(result, tuple) and any(isinstance(one, Handed) for one in result)):
+                forward.end()  # such a result is of the first forward only
+                break
+            random.restore()
+            if last:
+                same = _equal(forward.finish(result).detach(), logits.detach())
+            else:
+                call = forward.resume(result)
+        if not same:
+            raise InputError(f"the model's own code outside of its blocks computes something else {_STATE}")
+
+    def _lasts(self) -> Iterator[bool]:
+        return (place == len(self._blocks) for place in range(1, len(self._blocks) + 1))
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -228,7 +299,8 @@ def _teaching(inputs: Inputs) -> Iterator[None]:
         given = ", ".join(f"{k} {tuple(v.shape)} of {v.dtype}" for k, v in named(inputs).items() if isinstance(v, Tensor))
         raise InputError(
             f"the model or the loss fails on the first batch ({given}): {type(error).__name__}: {error}. Call "
-            "loss(model(...), targets) with this batch, without a trainer, and fix the error"
+            "loss(model(...), targets) with this batch, without a trainer: if that fails, too, fix the error; otherwise the "
+            "model's own code cannot run block by block"
         ) from error
 
 
@@ -240,16 +312,21 @@ def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs
     tensors = {v.data_ptr(): name for name, v in named(inputs).items() if isinstance(v, Tensor) and name != "labels"}
     rows: dict[str, int] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        name = tensors.get(args[0].data_ptr()) if args and isinstance(args[0], Tensor) else None
-        if name is not None:
-            rows[name] = int(module.num_embeddings)  # type: ignore[arg-type]
-            check_range(name, args[0], rows[name])
+    own, lookup = {module for _, module in modules}, nn.Embedding.forward
 
-    with ExitStack() as undo:
-        for module in (module for _, module in modules if isinstance(module, nn.Embedding)):
-            undo.callback(module.register_forward_pre_hook(note).remove)
+    def note(module: nn.Embedding, ids: Tensor) -> Tensor:
+        name = tensors.get(ids.data_ptr()) if module in own and isinstance(ids, Tensor) else None
+        if name is not None:
+            rows[name] = module.num_embeddings
+            check_range(name, ids, rows[name])
+        return lookup(module, ids)
+
+    # Not a hook: subclasses such as BART's positions get ids, of which they look up others.
+    nn.Embedding.forward = note  # type: ignore[assignment, method-assign]
+    try:
         yield rows
+    finally:
+        nn.Embedding.forward = lookup  # type: ignore[method-assign]
 
 
 class _Trial:
@@ -291,12 +368,7 @@ class _Trial:
                     "numbers from the global generators, or do it outside of the blocks"
                 )
             if not _equal(hidden_of(again).detach(), hidden_of(result)):
-                raise InputError(
-                    f"block {call.place + 1} computes something else each time it is called with the same input, buffers and "
-                    "random state. Profiling and recomputation call it more often than training would, which advances any "
-                    "counter or random generator that the block uses. Draw random numbers from the global generators, keep "
-                    "counters in buffers (register_buffer), or use them outside of the blocks"
-                )
+                raise InputError(f"block {call.place + 1} computes something else {_STATE}")
             if not all(module.training for _, module in self._modules) and any(m._buffers for _, m in self._modules):
                 for _, module in self._modules:
                     module.training = True

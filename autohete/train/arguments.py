@@ -8,6 +8,9 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autohete.errors import InputError
 from autohete.hardware import Hardware
@@ -177,6 +180,16 @@ def check_modes(autocast: Autocast) -> None:
         )
     if torch.is_inference_mode_enabled():
         raise InputError("a step cannot run under torch.inference_mode(): leave it first")
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and not hooks[0].__qualname__.startswith("save_on_cpu."):  # which changes no value
+        raise InputError(
+            "torch.autograd.graph.saved_tensors_hooks around a step do not reach the threads that compute: leave them, or set "
+            "them within the blocks"
+        )
+    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*functions, *_get_current_dispatch_mode_stack()]
+    if found := [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]:
+        raise InputError(f"the mode {found[-1]} around a step does not reach the threads that compute: leave it first")
     around = Autocast.now()
     if around not in (Autocast(), autocast):
         types = " and ".join(str(dtype) for _, dtype in around.types)

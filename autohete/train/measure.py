@@ -31,6 +31,7 @@ from autohete.runtime.device import AllocatorMemory, device_for
 from autohete.runtime.forward_pass import HOOKS, call_of, replaced_forwards, with_hidden
 from autohete.runtime.lanes import LaneThreads
 from autohete.runtime.ledger import Ledger
+from autohete.runtime.loss_call import LossCall
 from autohete.runtime.model_state import Snapshot, unchanged_random_state
 from autohete.runtime.optimizer import Layout, states_of_unit
 from autohete.runtime.partition import Partition
@@ -149,7 +150,7 @@ def measure(
     recipe, device = recipe or Recipe(), torch_device or torch.device("cpu")
     recipe = replace(recipe, clip_norm=None, updates=replace(recipe.updates, loss_scale=1.0))
     measured = _Measurement(small, analytic_profile(shape, hardware), batch, recipe, device, elsewhere)
-    with _unchanged(partition, device), _handing_on(partition.modules, kinds):
+    with _unchanged(partition, device, recipe.loss_call), _handing_on(partition.modules, kinds):
         blocks, loss = measured.units()
     inner = [blocks[1 + chosen.index(first[kind])] for kind in kinds]
     units = (replace(unit, role=workload.role(i)) for i, unit in enumerate((blocks[0], *inner, blocks[-1])))
@@ -256,15 +257,16 @@ def _kinds_of(partition: Partition) -> list[object]:
 
 
 @contextmanager
-def _unchanged(partition: Partition, torch_device: torch.device) -> Iterator[None]:
-    """Restore parameters, buffers, attributes and random states on exit."""
+def _unchanged(partition: Partition, torch_device: torch.device, loss: LossCall) -> Iterator[None]:
+    """Restore parameters, buffers, attributes, the loss function's state and random states on exit."""
     before = [[parameter.detach().clone() for parameter in owned] for owned in partition.owned]
-    others = Snapshot(partition.model.named_modules(), partition.effects.changing)
+    others, of_loss = Snapshot(partition.model.named_modules(), partition.effects.changing), loss.state(partition.model)
     try:
         with unchanged_random_state(torch_device):
             yield
     finally:
         others.restore()
+        of_loss.restore()
         for owned, values in zip(partition.owned, before, strict=True):
             for parameter, value in zip(owned, values, strict=True):
                 parameter.data = value

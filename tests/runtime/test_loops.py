@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,26 @@ def sequences(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, ids.masked_fill(ignored, -100), strict=True)]
 
 
+class _BeforeUpdates(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """What changes the settings of the update."""
+
+
+class _OwnLoss(BudgetTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Another loss."""
+
+
 def looped(
-    kind: Any, model: Any, folder: Path, *, resume: str | None = None, until: int = 0, metrics: Any = None, **options: Any
+    kind: Any,
+    model: Any,
+    folder: Path,
+    *,
+    resume: str | None = None,
+    until: int = 0,
+    metrics: Any = None,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
 ) -> Any:
     """A transformers Trainer of some kind that has trained."""
     torch.set_num_threads(1)
@@ -100,9 +119,9 @@ def looped(
         "report_to": [],
     }
     args = transformers.TrainingArguments(str(folder), **(arguments | options))
-    more: dict[str, Any] = {"budget": BUDGET} if kind is BudgetTrainer else {}
+    more: dict[str, Any] = {"budget": BUDGET} if issubclass(kind, BudgetTrainer) else {}
     more |= {"train_dataset": sequences(48, 1), "eval_dataset": sequences(8, 2), "compute_metrics": metrics}
-    trainer = kind(model, args, callbacks=[_Stop(until)], **more)
+    trainer = kind(model, args, callbacks=[_Stop(until), *callbacks], **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -223,14 +242,19 @@ def test_checkpoints_of_transformers_resume_to_the_bit(first: Any, second: Any, 
     ("options", "message"),
     [
         ({"torch_compile": True}, "is compiled"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor and compute_loss_func would be ignored"),
+        (
+            {"label_smoothing_factor": 0.1},
+            "compute_loss_func and another compute_loss would be ignored",
+        ),
         ({"optim": "adafactor"}, "the optimizer is transformers.optimization.Adafactor"),
+        ({"callbacks": [_BeforeUpdates()]}, "on_pre_optimizer_step of a callback"),
+        ({"kind": _OwnLoss}, "another compute_loss would be ignored"),
     ],
 )
 def test_what_transformers_does_otherwise_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Arguments that would be ignored, or that would change the bits, are refused before the first step."""
+    """Arguments and methods that would be ignored, or that would change the bits, are refused before the first step."""
     with pytest.raises(InputError, match=message):
-        looped(BudgetTrainer, llama(), tmp_path, **options)
+        looped(options.pop("kind", BudgetTrainer), llama(), tmp_path, **options)
     assert not lanes_alive()
 
 
@@ -336,6 +360,10 @@ def test_checkpoints_of_lightning_resume_to_the_bit(first: Any, second: Any, tmp
     [
         ({"accumulate_grad_batches": 2}, "give larger batches, and micro_batches=2"),
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradients are clipped by norm only"),
+        (
+            {"callbacks": [LambdaCallback(on_before_optimizer_step=lambda *args: None)]},
+            "on_before_optimizer_step would not be called",
+        ),
     ],
 )
 def test_what_lightning_does_otherwise_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -542,6 +542,76 @@ def test_blocks_that_compute_something_else_each_time_are_refused(model: type[Ne
         trainer.step(batches()[0])
 
 
+class CountsBefore(Net):
+    """It counts, in a list that is none of the model's, before its blocks, and computes with the count."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        calls: list[int] = OUTSIDE["calls"]  # type: ignore[assignment]
+        calls[0] += 1
+        return super().embed(ids) / calls[0]
+
+
+class CountsAfter(Net):
+    """And after them."""
+
+    def head(self, x: Tensor) -> Any:
+        calls: list[int] = OUTSIDE["calls"]  # type: ignore[assignment]
+        calls[0] += 1
+        return super().head(x) / calls[0]
+
+
+@pytest.mark.parametrize("model", [CountsBefore, CountsAfter])
+def test_outer_code_that_computes_something_else_each_time_is_refused(model: type[Net]) -> None:
+    """The model's own code outside of its blocks runs more often, too."""
+    with Trainer(model()) as trainer, pytest.raises(InputError, match="code outside of its blocks computes something"):
+        trainer.step(batches()[0])
+
+
+class DrawsBefore(Net):
+    """It draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = np.random.RandomState(3)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * float(self.noise.rand())
+
+
+@pytest.mark.parametrize(("policy", "memory"), POLICIES)
+def test_a_generator_of_outer_code_is_restored(policy: str, memory: str | None) -> None:
+    """As those of blocks are."""
+    assert train(DrawsBefore(), policy=policy, memory=memory) == train_plainly(DrawsBefore())
+
+
+class WarmUp(nn.Module):
+    """A loss that grows with each call."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return next_token_loss(logits, targets) * self.calls
+
+
+def test_the_state_of_a_loss_advances_with_steps_only() -> None:
+    """Not as it is measured, and not in an evaluation; state that cannot be restored is refused."""
+    loss = WarmUp()
+    with Trainer(Net(), loss=loss) as trainer:
+        for count, batch in enumerate(batches(), 1):
+            trainer.step(batch)
+            trainer.evaluate([batch])
+            assert loss.calls == count
+    inner = WarmUp()
+    trainer = Trainer(Net(), loss=lambda logits, targets: inner(logits, targets))
+    with pytest.raises(InputError, match="the loss function returns something else each time"), trainer:
+        trainer.step(batches()[0])
+
+
 SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
 
 

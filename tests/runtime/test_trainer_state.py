@@ -22,6 +22,7 @@ from support.measured import MEDIUM, profile_for
 from support.reference import Scaled, batches, model_for
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
+from torch.utils.flop_counter import FlopCounterMode
 
 from autohete import Trainer
 from autohete.errors import InputError
@@ -708,6 +709,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference_mode": lambda: torch.inference_mode(),
     "default device": lambda: torch.device("meta"),
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "_FlopCounterMode": lambda: FlopCounterMode(display=False),
 }
 
 
@@ -745,7 +748,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, default_dtype, deterministic])
+@pytest.mark.parametrize("around", [torch.no_grad, default_dtype, deterministic, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_other_modes_change_nothing(around: Callable[[], AbstractContextManager[None]], precision: Precision) -> None:
     """Steps inside ``no_grad``, another default type or deterministic algorithms give the same bits, measuring included."""

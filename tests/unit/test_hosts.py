@@ -287,6 +287,13 @@ def test_the_part_of_one_gpu_is_said() -> None:
     assert updates.startswith("updates by a process per GPU, 34.2 GB/s, exceed the 23.6 GB/s of DRAM")
 
 
+def test_bound_processes_update_no_faster_than_the_dram() -> None:
+    """The measured rate of several processes is of the node's own DRAM, and slower DRAM limits it."""
+    node = load_hardware("a100-40gb-epyc7713", {"host.memory_bandwidth": "51.2GB/s"}).shared_by(2)
+    assert node.cpu.update_bandwidth == pytest.approx(51.2e9 / 2)
+    assert any("is more than the 51.2 GB/s of all DRAM" in note for note in node.notes)
+
+
 def test_bound_processes_are_said() -> None:
     """Where several processes update on one CPU, the answer notes that they are assumed to be bound; elsewhere it does not."""
     node = load_hardware("a100-40gb-epyc7713")

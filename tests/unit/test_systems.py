@@ -357,6 +357,14 @@ def test_stronghold_takes_the_faster_optimizer_of_its_window() -> None:
     assert best == min(gpu, cpu) == cpu < gpu
 
 
+def test_stronghold_keeps_all_blocks_where_they_fit_with_several_micro_batches() -> None:
+    """A place in the window cannot hold the gradients' sum of a block that is away, but none has to be away."""
+    several = Workload("small", 256, 4, 4, sequence_length=128, batch_size=2, micro_batches=2)
+    profile = analytic_profile(several, NODE)
+    plan = parse_policy("stronghold").plan(profile, judge_for(profile))
+    assert all(unit.update.on is Processor.GPU and not unit.parameters.leaves for unit in plan.units[1:-1])
+
+
 def test_stronghold_holds_16_bytes_a_parameter_in_fp32() -> None:
     """Parameter, gradient and both moments: 16 bytes on the host, no array rounded up, no second copy."""
     profile, plan = planned("stronghold:checkpointing=full,window=2,window_optimizer=cpu", Precision.FP32)
