@@ -214,5 +214,5 @@ def _flag_value(flag: str, wanted: object, text: str | None) -> object:
     if not (wanted is int or (isinstance(wanted, types.UnionType) and int in wanted.__args__)):
         raise InputError(f"{flag} cannot be given in words: only switches, choices, names and whole numbers can")
     if text is None or not text.isdecimal() or len(text) > 12:
-        raise InputError(f"{flag}={text or ''} takes a whole number, such as {flag}=8")
+        raise InputError(f"{flag}={text or ''} takes a whole number from 0 on, of at most 12 digits, such as {flag}=1")
     return int(text)

@@ -87,7 +87,7 @@ def probe(
             forward = ForwardPass(cut.model, mode)
             first = on_device(first_sequence(inputs), device)
             outer = _OuterCode(device)
-            with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0), outer.running():
+            with _rows_of_embeddings(cut.named_modules(0), first) as rows, uses.at(0):
                 call = begin = forward.start(first)
             for place in range(len(forwards)):
                 with uses.at(place + 1):
@@ -96,9 +96,8 @@ def probe(
                     others = {other for _, other in trial.effects.others}
                     outer.got(call.hidden, result)
                     if place + 1 < len(forwards):
-                        with outer.running():
-                            call = forward.resume(result, others=others)
-            with uses.at(cut.last), outer.running():
+                        call = forward.resume(result, others=others)
+            with uses.at(cut.last):
                 logits = forward.finish(result, others=others)
             if loss is not None:
                 found = logits.detach().requires_grad_()
@@ -153,22 +152,20 @@ def _check_twice(loss: Callable[[Tensor], Tensor], logits: Tensor, model: nn.Mod
 
 
 class _OuterCode:
-    """What the model's own code outside of its blocks computes in a forward, to compare it with a second one."""
+    """What the model's own code outside of its blocks computes in a forward, to compare it with a second one.
+
+    Args:
+        device: of the model.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random: list[RandomState] = []
+        self._device, self._random = device, [RandomState(device)]
         self._blocks: list[tuple[Tensor, Any]] = []
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The code runs up to the next block, or to the end."""
-        self._random.append(RandomState(self._device))
-        yield
-
     def got(self, hidden: Tensor, result: Any) -> None:
-        """It has called a block with these hidden states, and gets a result."""
+        """It has called a block with these hidden states, and gets a result: it runs on to the next block, or to the end."""
         self._blocks.append((hidden, result))
+        self._random.append(RandomState(self._device))
 
     def check(self, forward: ForwardPass, inputs: Inputs, logits: Tensor) -> None:
         """Run the code again with the results of its blocks.
@@ -177,22 +174,20 @@ class _OuterCode:
             InputError: it computes something else.
         """
         self._random[0].restore()
-        call, same = forward.start(inputs), True
-        for (hidden, result), random, last in zip(self._blocks, self._random[1:], self._lasts(), strict=True):
-            same = same and _equal(call.hidden.detach(), hidden.detach())
-            if not same or (isinstance(result, tuple) and any(isinstance(one, Handed) for one in result)):
-                forward.end()  # such a result is of the first forward only
+        call, left = forward.start(inputs), len(self._blocks)
+        for (hidden, result), random in zip(self._blocks, self._random[1:], strict=True):
+            same, left = _equal(call.hidden.detach(), hidden.detach()), left - 1
+            of_first = isinstance(result, tuple) and any(isinstance(one, Handed) for one in result)
+            if not same or of_first:  # and of no other forward
+                forward.end()
                 break
             random.restore()
-            if last:
-                same = _equal(forward.finish(result).detach(), logits.detach())
-            else:
+            if left:
                 call = forward.resume(result)
+            else:
+                same = _equal(forward.finish(result).detach(), logits.detach())
         if not same:
             raise InputError(f"the model's own code outside of its blocks computes something else {_STATE}")
-
-    def _lasts(self) -> Iterator[bool]:
-        return (place == len(self._blocks) for place in range(1, len(self._blocks) + 1))
 
 
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
