@@ -55,11 +55,11 @@ class BudgetTrainer(transformers.Trainer):
     def _prepare_for_training(self, *args: Any) -> Any:
         model, loader = super()._prepare_for_training(*args)  # type: ignore[no-untyped-call]
         optimizer: Any = self.optimizer.optimizer  # type: ignore[union-attr]  # in accelerate's
-        self.autohete = autohete.Trainer(model, optimizer=optimizer, **self.budget)
-        self.until_end.enter_context(self.autohete)
         plain = transformers.TrainerCallback.on_pre_optimizer_step
         if any(type(one).on_pre_optimizer_step is not plain for one in self.callback_handler.callbacks):
             raise InputError("on_pre_optimizer_step of a callback would be called after the update: use on_step_begin")
+        self.autohete = autohete.Trainer(model, optimizer=optimizer, **self.budget)
+        self.until_end.enter_context(self.autohete)
         nothing = wraps(optimizer.step)(lambda closure=None: None)  # training_step has updated
         self.until_end.enter_context(patch.object(optimizer, "step", nothing))
         return model, loader

@@ -177,7 +177,7 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
     """Start and end of each step on the host, and remarks."""
     for wanted in (name,) if name is not None else _STEP:
         marks: list[HostRange] = []
-        by_optimizer = name is None and wanted == _STEP[1]
+        by_optimizer = wanted == _STEP[1]
         if by_optimizer:  # of several optimizers, the first
             wanted = next((one.name for one in recorded.ranges if one.name.startswith(wanted)), wanted)
         for one in recorded.ranges:
@@ -185,7 +185,7 @@ def _bounds(recorded: RecordedRun, name: str | None) -> tuple[list[tuple[float, 
                 marks.append(one)
         if by_optimizer:
             marks = _after_backward(marks, recorded.ranges)
-        if len(marks) <= by_optimizer:  # from a step to the next there is none
+        if not marks or (by_optimizer and name is None and len(marks) == 1):  # a step goes to the next, and there is none
             continue
         bounds = list(pairwise(one.start for one in marks))
         filled = sum(one.end - one.start for one in marks[:-1]) >= _FILLS * (marks[-1].start - marks[0].start)

@@ -236,7 +236,7 @@ def _run(
         "sequence length": options.sequence_length,
         "dropout": options.dropout,
         "clip norm": training.clip_norm,
-        "answer to losses that are not finite": str(keywords["on_nonfinite"]),
+        "handling of non-finite losses": str(keywords["on_nonfinite"]),
         "text": subject.data.digest,
     }
     out = console()

@@ -76,7 +76,7 @@ class Link:
     far: bool = False
 
     def within(self, limit: float) -> Link:
-        """Return the link beside host memory that reads or writes ``limit`` bytes/s."""
+        """Return the link of a host whose memory is read and written at ``limit`` bytes/s."""
         if self.bandwidth <= limit:
             return self
         pageable = None if self.pageable_bandwidth is None else min(limit, self.pageable_bandwidth)
@@ -440,12 +440,7 @@ class Hardware:
         if together is None:
             together, elementwise = cpu.update_bandwidth, cpu.elementwise_bandwidth
         notes, dram = list(self.notes), self.host.memory_bandwidth * self.host.memory_domains
-        if together > dram * _ROUNDING:
-            notes.append(
-                f"cpu.ranks_update_bandwidth {together / 1e9:.3g} GB/s is more than the {dram / 1e9:.3g} GB/s of all DRAM "
-                "(host.memory_bandwidth), which is used"
-            )
-            together = dram
+        together = within_dram("ranks_update_bandwidth", together, dram, "host.memory_bandwidth", notes)
         host = self.host.shared_by(here)
         shared = join.within(host)
         return replace(
@@ -465,6 +460,14 @@ class Hardware:
             gpus=ranks,
             parallelism=parallelism,
         )
+
+
+def within_dram(name: str, rate: float, dram: float, figure: str, notes: list[str]) -> float:
+    """Return the rate of a CPU kernel, limited to the DRAM's, which is ``figure``; add a note if the limit applies."""
+    if rate <= dram * (1 + 1e-9):
+        return rate
+    notes.append(f"cpu.{name} {rate / 1e9:g} GB/s is more than the DRAM allows; using {dram / 1e9:g} GB/s, which is {figure}")
+    return dram
 
 
 def _join_notes(join: Interconnect, shared: Interconnect, gpus: int) -> list[str]:

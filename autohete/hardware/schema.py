@@ -13,10 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from autohete.errors import InputError, suggestion
 from autohete.hardware.document import REPLACED, WITHOUT, Document, combine, figure_keys, find, follows, overridden, read_chain
-from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name
+from autohete.hardware.node import Cpu, Gpu, Hardware, Host, Interconnect, Link, Place, check_place_name, within_dram
 from autohete.hardware.pcie import ASSUMED, DEFAULT, joined
 from autohete.printable import shown
 from autohete.quantities import EXAMPLES, UNITS, parse_quantity
+
+#: What CPU work and copies reach of the DRAM, in words.
+_USABLE = "host.memory_bandwidth x host.usable_share"
 
 
 def _quantity(dimension: str) -> Callable[[object], object]:
@@ -225,9 +228,9 @@ class HardwareFile(_Table):
         dram = host.usable_bandwidth
         update, elementwise = _value(cpu.update_bandwidth) or dram, _value(cpu.elementwise_bandwidth)
         if not self.unified:
-            update = _within_dram("update_bandwidth", update, dram, notes)
+            update = within_dram("update_bandwidth", update, dram, _USABLE, notes)
         if elementwise is not None and not self.unified:
-            elementwise = _within_dram("elementwise_bandwidth", elementwise, dram, notes)
+            elementwise = within_dram("elementwise_bandwidth", elementwise, dram, _USABLE, notes)
         return Hardware(
             name=self.name,
             gpu=Gpu(
@@ -369,17 +372,6 @@ def _far_link(hardware: str, name: str, figures: LinkFigures) -> Link:
         duplex_bandwidth=near.duplex_bandwidth * factor,
         pageable_bandwidth=None if near.pageable_bandwidth is None else min(far, near.pageable_bandwidth),
     )
-
-
-def _within_dram(name: str, rate: float, dram: float, notes: list[str]) -> float:
-    """Return the rate of a CPU kernel, limited to the DRAM's; add a note if the limit applies."""
-    if rate <= dram * (1 + 1e-9):
-        return rate
-    notes.append(
-        f"cpu.{name} {rate / 1e9:g} GB/s is more than the DRAM allows; using {dram / 1e9:g} GB/s, which is "
-        "host.memory_bandwidth x host.usable_share"
-    )
-    return dram
 
 
 def _value(figure: Figure[_Value] | None) -> _Value | None:

@@ -26,8 +26,8 @@ from autohete.planner.search import simulated_micro_batches
 
 #: A plan within this share of the lower bound needs no further search.
 _PROVEN = 0.002
-#: Judgements per walk. Each takes time proportional to the number of units, so that a walk takes some seconds in total, and
-#: those of few units take less than those of many.
+#: Judgements per walk: fewer for more units, since each takes time proportional to their number, and a walk has to end within
+#: seconds.
 _EFFORT_TIMES_SQUARE, _LEAST_EFFORT, _MOST_EFFORT = 100_000, 10, 100
 #: The same of a walk that has to be quick.
 _QUICK_EFFORT = 6

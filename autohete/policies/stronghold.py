@@ -88,11 +88,14 @@ class StrongHold:
 
         every = [self]
         if self.window_optimizer is WindowOptimizer.BEST:
-            every = [replace(self, window_optimizer=on) for on in (WindowOptimizer.GPU, WindowOptimizer.CPU)]
-            if profile.workload.micro_batches > 1:
+            on_gpu, on_cpu = (replace(self, window_optimizer=on) for on in (WindowOptimizer.GPU, WindowOptimizer.CPU))
+            if profile.workload.micro_batches == 1:
+                every = [on_gpu, on_cpu]
+            elif self.window is None:
                 # A window place cannot hold accumulated gradients while its block is away: with the GPU, none may be.
-                whole = replace(every.pop(0), window=len(profile.units) - 2)
-                every += [whole] if self.window is None else []
+                every = [on_cpu, replace(on_gpu, window=len(profile.units) - 2)]
+            else:
+                every = [on_cpu]
 
         def plan_for(activations: Activations) -> Plan:
             return better([one._windowed(profile, activations, judge) for one in every], judge)

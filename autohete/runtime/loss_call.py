@@ -50,9 +50,11 @@ class LossCall:
         function = self.function
         while isinstance(function, partial):
             function = function.func
-        owner, own = getattr(function, "__self__", function), set(model.modules())
-        modules = owner.named_modules() if isinstance(owner, nn.Module) else ()
-        return Snapshot((name, module) for name, module in modules if module not in own)
+        owner = getattr(function, "__self__", function)
+        if not isinstance(owner, nn.Module):
+            return Snapshot(())
+        own = set(model.modules())
+        return Snapshot((name, module) for name, module in owner.named_modules() if module not in own)
 
 
 def _more_arguments(function: Loss) -> list[str]:

@@ -94,6 +94,7 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
 
     try:
         found = probe(partition, first.with_labels(partition.model), of_first, loss.autocast)
+        kept_bytes = kept.used_bytes  # before what its modules keep is dropped
     finally:
         state.restore()
     if found.own_loss is not None:
@@ -106,5 +107,5 @@ def observed(partition: Partition, first: Batch, loss: LossCall, micro_batches: 
                 "and targets"
             )
     classes = found.logits.shape[-1] if loss.per_position else None
-    effects = found.effects | Effects(kept_bytes=kept.used_bytes, loss_keeps=kept.used_bytes > 0)
+    effects = found.effects | Effects(kept_bytes=kept_bytes, loss_keeps=kept_bytes > 0)
     return partition.ordered(found.order).using(found.used, effects, found.places), Form(first, found.rows, classes)

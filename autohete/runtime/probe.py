@@ -33,6 +33,12 @@ from autohete.runtime.partition import Partition, check_dense, check_hooks
 
 #: Place of uses by the loss.
 LOSS = -1
+#: How a refusal of state that is out of sight goes on.
+_STATE = (
+    "each time it is called with the same input, buffers and random state. Profiling, recomputation and evaluation call it "
+    "more often than training would, which advances any counter or random generator that it uses. Draw random numbers from "
+    "the global generators, and keep counters in buffers (register_buffer)"
+)
 _OWN_HOOKS = "a block has hooks of its own for what backward needs"
 
 
@@ -130,13 +136,6 @@ def by_use(cut: Partition, inputs: Inputs) -> Partition:
     return cut.ordered(found.order).using(found.used, found.effects, found.places)
 
 
-_STATE = (
-    "each time it is called with the same input, buffers and random state. Profiling, recomputation and evaluation call it "
-    "more often than training would, which advances any counter or random generator that it uses. Draw random numbers from "
-    "the global generators, and keep counters in buffers (register_buffer)"
-)
-
-
 def _check_twice(loss: Callable[[Tensor], Tensor], logits: Tensor, model: nn.Module, device: torch.device) -> None:
     """Check what the loss function returns for ``logits``, also that it is the same a second time.
 
@@ -174,15 +173,16 @@ class _OuterCode:
             InputError: it computes something else.
         """
         self._random[0].restore()
-        call, left = forward.start(inputs), len(self._blocks)
-        for (hidden, result), random in zip(self._blocks, self._random[1:], strict=True):
-            same, left = _equal(call.hidden.detach(), hidden.detach()), left - 1
-            of_first = isinstance(result, tuple) and any(isinstance(one, Handed) for one in result)
-            if not same or of_first:  # and of no other forward
+        call = forward.start(inputs)
+        for place, ((hidden, result), random) in enumerate(zip(self._blocks, self._random[1:], strict=True), 1):
+            same = _equal(call.hidden.detach(), hidden.detach())
+            # What a block has handed back as it was given it belongs to the first forward only.
+            handed_back = isinstance(result, tuple) and any(isinstance(one, Handed) for one in result)
+            if not same or handed_back:
                 forward.end()
                 break
             random.restore()
-            if left:
+            if place < len(self._blocks):
                 call = forward.resume(result)
             else:
                 same = _equal(forward.finish(result).detach(), logits.detach())
@@ -307,21 +307,21 @@ def _rows_of_embeddings(modules: Iterable[tuple[str, nn.Module]], inputs: Inputs
     tensors = {v.data_ptr(): name for name, v in named(inputs).items() if isinstance(v, Tensor) and name != "labels"}
     rows: dict[str, int] = {}
 
-    own, lookup = {module for _, module in modules}, nn.Embedding.forward
+    own, look_up = {module for _, module in modules}, nn.Embedding.forward
 
-    def note(module: nn.Embedding, ids: Tensor) -> Tensor:
-        name = tensors.get(ids.data_ptr()) if module in own and isinstance(ids, Tensor) else None
-        if name is not None:
+    def note(module: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
+        ids = args[0] if args else kwargs.get("input")
+        if module in own and isinstance(ids, Tensor) and (name := tensors.get(ids.data_ptr())) is not None:
             rows[name] = module.num_embeddings
             check_range(name, ids, rows[name])
-        return lookup(module, ids)
+        return look_up(module, *args, **kwargs)
 
-    # Not a hook: subclasses such as BART's positions get ids, of which they look up others.
+    # No hook: subclasses such as BART's positional embedding are called with the ids, but look up something else.
     nn.Embedding.forward = note  # type: ignore[assignment, method-assign]
     try:
         yield rows
     finally:
-        nn.Embedding.forward = lookup  # type: ignore[method-assign]
+        nn.Embedding.forward = look_up  # type: ignore[method-assign]
 
 
 class _Trial:

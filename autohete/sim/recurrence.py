@@ -5,8 +5,8 @@ Then the order on each lane is fixed in advance: a task ends its duration after 
 that a discrete-event simulation finds, at a seventh to a tenth of the cost. The recurrence is linear in the max-plus algebra:
 if all ends of an iteration are as much later than those of the iteration before, so are those of all further iterations.
 
-A lane may get less than its demand even when it works alone, such as a link that is faster than the host's memory. Its tasks
-are longer then, by a constant factor.
+A lane may get less than its demand even when it works alone, such as a place behind the host that is faster than its
+memory. Its tasks are longer then, by a constant factor.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def check_modes(autocast: Autocast) -> None:
     if torch.is_inference_mode_enabled():
         raise InputError("a step cannot run under torch.inference_mode(): leave it first")
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and not hooks[0].__qualname__.startswith("save_on_cpu."):  # which changes no value
+    if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # which changes no value
         raise InputError(
             "torch.autograd.graph.saved_tensors_hooks around a step do not reach the threads that compute: leave them, or set "
             "them within the blocks"

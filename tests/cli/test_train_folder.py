@@ -367,7 +367,9 @@ def test_a_training_that_does_not_fit_its_checkpoints_is_refused(folder: Path) -
     for name, value in others.items():
         changed = line(folder, **{"steps": "9", "save": save, name.replace(" ", "_"): value})
         assert f"has another {name}" in refused(*changed, "--resume")
-    assert "has another answer to losses" in refused(*line(folder, save=save, steps="9"), "--skip-nonfinite", "--resume")
+    assert "has another handling of non-finite losses" in refused(
+        *line(folder, save=save, steps="9"), "--skip-nonfinite", "--resume"
+    )
     (folder.parent / "text.txt").write_text(TEXT + "more")
     assert "has another text" in refused(*line(folder, save=save, steps="9"), "--resume")
     assert left(folder) == ["first", "saved", "small", "text.txt"]

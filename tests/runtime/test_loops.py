@@ -244,7 +244,7 @@ def test_checkpoints_of_transformers_resume_to_the_bit(first: Any, second: Any, 
         ({"torch_compile": True}, "is compiled"),
         (
             {"label_smoothing_factor": 0.1},
-            "compute_loss_func and another compute_loss would be ignored",
+            "label_smoothing_factor, compute_loss_func and another compute_loss would be ignored",
         ),
         ({"optim": "adafactor"}, "the optimizer is transformers.optimization.Adafactor"),
         ({"callbacks": [_BeforeUpdates()]}, "on_pre_optimizer_step of a callback"),

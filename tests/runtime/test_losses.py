@@ -165,16 +165,25 @@ class Remembering:
         return next_token_loss(logits, targets)
 
 
+class RememberingModule(nn.Module):
+    """The same in an attribute of a module, whose state is restored after measuring."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.logits = logits
+        return next_token_loss(logits, targets)
+
+
 @pytest.mark.parametrize("memory", ["100%", "40%"])
 def test_logits_that_the_loss_keeps_are_counted(memory: str) -> None:
     """They are no part of any plan: a budget that is accepted has room for them."""
     losses, budgets = [], []
-    for loss in (lambda logits, targets: next_token_loss(logits, targets), Remembering(1)):
+    for loss in (lambda logits, targets: next_token_loss(logits, targets), Remembering(1), RememberingModule()):
         with Trainer(Net(), loss=loss, gpu_memory=memory, hardware=load_hardware("a100-40gb-epyc7713")) as trainer:
             losses.append([trainer.step(batch) for batch in batches()])
             budgets.append(trainer.resident_bytes)
             assert trainer.counting is Counting.SCHEDULED  # nothing is there that was not counted
-    assert losses[0] == losses[1]
+    assert losses[0] == losses[1] == losses[2]
+    assert budgets[1] == budgets[2]
     assert budgets[1] - budgets[0] == 4 * batches()[0][0].numel() * VOCABULARY
 
 

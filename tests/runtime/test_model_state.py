@@ -584,6 +584,32 @@ def test_a_generator_of_outer_code_is_restored(policy: str, memory: str | None) 
     assert train(DrawsBefore(), policy=policy, memory=memory) == train_plainly(DrawsBefore())
 
 
+class Places(nn.Embedding):
+    """It gets the ids, and looks up their places, as BART's does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(torch.arange(ids.shape[1]))
+
+
+class Placed(Net):
+    """It has fewer places than tokens, and calls its tables by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = Places(batches()[0][0].shape[1], self.token.embedding_dim)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.dropout(self.token(input=ids) + self.places(ids))  # type: ignore[no-any-return]
+
+
+def test_the_ids_of_an_embedding_are_those_that_it_looks_up() -> None:
+    """A table that is called with the ids may look up something else; ids that are out of range are refused."""
+    assert train(Placed(), policy="zero_offload") == train_plainly(Placed())
+    ids, targets = batches()[0]
+    with Trainer(Placed()) as trainer, pytest.raises(InputError, match=r"ids has values from .* the model accepts 0 to"):
+        trainer.step((ids + 1000, targets))
+
+
 class WarmUp(nn.Module):
     """A loss that grows with each call."""
 

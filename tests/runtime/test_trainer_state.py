@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -709,7 +709,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference_mode": lambda: torch.inference_mode(),
     "default device": lambda: torch.device("meta"),
-    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(partial(torch.mul, other=1), lambda tensor: tensor),
     "_FlopCounterMode": lambda: FlopCounterMode(display=False),
 }
 

@@ -291,7 +291,7 @@ def test_bound_processes_update_no_faster_than_the_dram() -> None:
     """The measured rate of several processes is of the node's own DRAM, and slower DRAM limits it."""
     node = load_hardware("a100-40gb-epyc7713", {"host.memory_bandwidth": "51.2GB/s"}).shared_by(2)
     assert node.cpu.update_bandwidth == pytest.approx(51.2e9 / 2)
-    assert any("is more than the 51.2 GB/s of all DRAM" in note for note in node.notes)
+    assert any("ranks_update_bandwidth 137 GB/s is more than the DRAM allows; using 51.2 GB/s" in note for note in node.notes)
 
 
 def test_bound_processes_are_said() -> None:
