@@ -213,6 +213,14 @@ class Place:
         if self.beside not in ("host", "gpu"):
             raise InputError(f"{self.name}: beside is {self.beside!r}: give 'host' or 'gpu'")
 
+    def within(self, limit: float) -> Place:
+        """Return the place of a host whose memory is read and written at ``limit`` bytes/s."""
+        if self.beside == "gpu":
+            return self
+        return replace(
+            self, read_bandwidth=min(limit, self.read_bandwidth), write_bandwidth=min(limit, self.write_bandwidth)
+        )
+
     def shared_by(self, gpus: int) -> Place:
         """Return the part of each of ``gpus`` GPUs of the node. Each has its own place beside it."""
         if self.beside == "gpu":
@@ -390,8 +398,8 @@ class Hardware:
         return tuple(place.name for place in self.places if place.beside == "gpu")
 
     def place(self, name: str) -> Place | None:
-        """Return the place of that name; None if there is none."""
-        return next((place for place in self.places if place.name == name), None)
+        """Return the place of that name; None if there is none. What is beside the host is no faster than host memory."""
+        return next((place.within(self.dram_bandwidth) for place in self.places if place.name == name), None)
 
     def part_of(self, count: int) -> int:
         """Return the number of elements per GPU when all GPUs share ``count`` elements."""
@@ -491,6 +499,9 @@ def _beyond_dram(hardware: Hardware) -> list[str]:
         remarks.append(f"updates by a process per GPU, {update / 1e9:.3g} GB/s, exceed {allowed}, so DRAM counts as that fast")
     limit = hardware.dram_bandwidth
     rates = {"h2d": h2d.bandwidth, "d2h": d2h.bandwidth, "both at once": h2d.duplex_bandwidth + d2h.duplex_bandwidth}
+    for place in hardware.places:
+        if place.beside == "host":
+            rates |= {f"reads of {place.name}": place.read_bandwidth, f"writes of {place.name}": place.write_bandwidth}
     above = [f"{name} {rate / 1e9:.3g}" for name, rate in rates.items() if rate > limit * _ROUNDING]
     if above:
         remarks.append(f"copies ({', '.join(above)} GB/s) exceed {allowed}: all together run at {limit / 1e9:.3g} GB/s at most")

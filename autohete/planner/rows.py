@@ -253,7 +253,8 @@ class Model:
         #: Sizes of the copies of activations to the host.
         self._away = tables.moves(lambda one: sum(c.move.size_bytes for c in _kept_down(one)))
         used = {home for every in (choices.activations, choices.others) for some in every for one in some for home in one.homes}
-        self._places = [place for place in self._profile.hardware.places if place.name in used]
+        hardware = self._profile.hardware
+        self._places = [place for each in hardware.places if each.name in used and (place := hardware.place(each.name))]
         self.seconds, self.stalls = self._all_seconds()
         self.gpu_bytes, self.pending = self._all_gpu_bytes()
         self.host_bytes = self._on_host(lambda one: one.host_bytes)

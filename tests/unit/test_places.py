@@ -142,6 +142,23 @@ COMPUTING = replace(NODE, places=(replace(DRIVES, update_bandwidth=8e9), PEER))
 IN_DRIVES = UnitPlan(update=Update(Processor.PLACE), gradients=Route("drives", carried=Format(4)), states=Route("drives"))
 
 
+def test_a_place_above_the_dram_is_as_fast_as_the_dram() -> None:
+    """Beside the host, a place copies through DRAM: a faster one changes nothing and is said. One beside the GPU copies apart."""
+    dram = NODE.dram_bandwidth
+
+    def times(beside: str) -> list[float]:
+        places = [Place("cxl", 10**12, dram * faster, dram * faster, 1e-3, beside=beside) for faster in (1, 1000)]
+        unit = UnitPlan(update=Update(Processor.GPU), states=Route("cxl"))
+        return [simulate_plan(profile_on(replace(NODE, places=(one,))), plan_of(unit)).iteration_seconds for one in places]
+
+    alone, faster = times("host")
+    assert alone == faster
+    assert times("gpu")[1] < times("gpu")[0]
+    fast = replace(NODE, places=(Place("cxl", 10**12, dram * 2, dram, 1e-3),))
+    (remark,) = fast.remarks
+    assert remark.startswith(f"copies (reads of cxl {dram * 2e-9:.3g} GB/s) exceed")
+
+
 def test_an_update_in_a_place_crosses_no_link() -> None:
     """Of 12 bytes of states and 4 of gradients per parameter only the gradients go there, and parameters come back."""
     profile = profile_on(COMPUTING)
