@@ -29,6 +29,7 @@ from autohete.schedule import (
     SharedResource,
     Task,
     TaskId,
+    lending_rank,
 )
 
 
@@ -85,7 +86,9 @@ class Ranks:
         self._own = {GPU_MEMORY, *hardware.beside_gpu}
 
     def memory(self, name: str, rank: int) -> str:
-        """The memory of a GPU: its own, or that of its node."""
+        """The memory of a GPU: its own, that of its node, or that of the rank which is the home of its values."""
+        if (lender := lending_rank(name)) is not None:
+            return _numbered(GPU_MEMORY, lender)
         return _numbered(name, rank if name in self._own else rank // self._of_node)
 
     def lane_name(self, name: str, rank: int) -> str:
@@ -98,10 +101,10 @@ class Ranks:
 
     def _lane(self, lane: Lane, rank: int) -> Lane:
         named = replace(lane, name=self.lane_name(lane.name, rank))
-        if lane.ends is None or named.ends == lane.ends:
+        if lane.ends is None:
             return named
         source, target = (self.memory(end, rank) for end in lane.ends)
-        return replace(named, source=source, target=target)
+        return named if named.ends == (source, target) else replace(named, source=source, target=target)
 
     def task(self, task: Task, rank: int) -> Task:
         """The task on one GPU, or the single task of all."""

@@ -14,8 +14,8 @@ from autohete.tabular import facts_html
 
 #: Rates that differ by less are equal: measured ones are written with six digits.
 _ROUNDING = 1 + 1e-5
-#: The form of the name of a place, and names that other memories have.
-_PLACE_NAME = re.compile(r"[a-z][a-z0-9_]{0,30}")
+#: The form of the name of a place, and names that other memories have: ``rank3`` is that of a rank, as others see it.
+_PLACE_NAME = re.compile(r"(?!rank\d+$)[a-z][a-z0-9_]{0,30}")
 _TAKEN_NAMES = ("gpu", "host", "pinned")
 #: How GPUs are joined that have nothing better.
 OVER_PCIE = "over PCIe without peer-to-peer"
@@ -179,7 +179,7 @@ def check_place_name(name: str) -> None:
     if name in _TAKEN_NAMES or not _PLACE_NAME.fullmatch(name):
         raise InputError(
             f"{name!r} cannot name a place: give up to 31 lower-case letters, digits and underscores, beginning with a letter, "
-            f"but not {', '.join(_TAKEN_NAMES)}"
+            f"but not {', '.join(_TAKEN_NAMES)}, or rank and a number"
         )
 
 
@@ -217,9 +217,7 @@ class Place:
         """Return the place of a host whose memory is read and written at ``limit`` bytes/s."""
         if self.beside == "gpu":
             return self
-        return replace(
-            self, read_bandwidth=min(limit, self.read_bandwidth), write_bandwidth=min(limit, self.write_bandwidth)
-        )
+        return replace(self, read_bandwidth=min(limit, self.read_bandwidth), write_bandwidth=min(limit, self.write_bandwidth))
 
     def shared_by(self, gpus: int) -> Place:
         """Return the part of each of ``gpus`` GPUs of the node. Each has its own place beside it."""

@@ -23,7 +23,7 @@ from autohete.lowering.clipping import ClippingTasks
 from autohete.lowering.compute import Compute, begins_of, passes_of
 from autohete.lowering.copies import Copies, lane_between, update_lane
 from autohete.lowering.durations import Duration
-from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth
+from autohete.lowering.footprint import pinned_memory, resident_buffers, shared_bandwidth, shared_interconnect
 from autohete.lowering.frozen import without_frozen
 from autohete.lowering.parameters import Parameters, Stay
 from autohete.lowering.shards import Shards
@@ -57,6 +57,8 @@ from autohete.schedule import (
     SavedNames,
     Schedule,
     Task,
+    is_gpu,
+    lending_rank,
 )
 
 __all__ = ["least_parameter_slots", "lower", "never_fits"]
@@ -93,6 +95,9 @@ def lower(profile: Profile, plan: Plan) -> Schedule:
     if plan.is_pipeline:
         ranks = _written_out(hardware, plan)
         memories, flows, resources = ranks.memories(memories), ranks.flows(flows), ranks.resources(resources)
+        lent = [lane for lane in schedule.lanes if _is_between_gpus(lane)]
+        more_flows, more_resources = shared_interconnect(hardware, lent)
+        flows, resources = (*flows, *more_flows), (*resources, *more_resources)
     profile = alike
     seconds = [duration(profile) for duration in lowered.durations]
     if not all(each < LONGEST_TASK_SECONDS for each in seconds):
@@ -201,13 +206,13 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
     shards.check()
     ordered = [_ordered(profile, plan, shards, rank) for rank in ranks_of(plan, profile.workload.micro_batches)]
     builder, order = ordered[0]
-    homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY})
+    homes = sorted({home for unit in plan.units for home in unit.homes} - {GPU_MEMORY, HOST_MEMORY, *plan.lenders})
     resident = tuple(resident_buffers(profile, plan, shards))
     used = tuple((home, sum(each.size_bytes for each in resident if each.memory == home)) for home in homes)
     discipline = Discipline.PRIORITY if builder.by_priority else Discipline.FIFO
     lanes = [] if hardware.unified else [Lane(name, discipline) for name in (H2D, D2H, CPU)]
-    for home in homes:
-        near = GPU_MEMORY if home in hardware.beside_gpu else HOST_MEMORY
+    for home in (*homes, *plan.lenders):
+        near = GPU_MEMORY if home in (*hardware.beside_gpu, *plan.lenders) else HOST_MEMORY
         ends = (home, near), (near, home)
         lanes += [Lane(lane_between(*pair), discipline, *pair) for pair in ends]
     lanes += [Lane(update_lane(home), discipline) for home in _updating(plan)]
@@ -219,6 +224,9 @@ def _lowered(profile: Profile, plan: Plan) -> _Lowered:
         lanes, memories = [*ranks.lanes([*lanes, Lane(SEND, discipline)])], ranks.memories(memories)
         resident = tuple(_resident_of_ranks(plan, resident, ranks))
         tasks, durations = joined(ordered, ranks)
+        if plan.lenders:  # a rank has lanes to those which lend to it
+            working = {task.lane for task in tasks}
+            lanes = [lane for lane in lanes if lane.name in working or not _is_between_gpus(lane)]
     else:
         tasks, durations = builder.tasks(order), builder.durations(order)
     saved = tuple(_saved_names(plan, shards))
@@ -362,6 +370,14 @@ def _check_pipeline(profile: Profile, plan: Plan) -> None:
                 f"parameters of unit {i} stay between forward and backward, but passes of other micro-batches come in between: "
                 "let them not stay, or train one micro-batch"
             )
+    for i, unit in enumerate(plan.units):
+        for home in {*unit.homes} & {*plan.lenders}:
+            join, lender = hardware.interconnect, lending_rank(home) or 0
+            if join is None or join.through_host or lender * pipelines // of_node != (unit.rank or 0) * pipelines // of_node:
+                raise InputError(
+                    f"what forward of unit {i} keeps rests in {home}, but rank {unit.rank} does not copy to that GPU directly: "
+                    "give hardware whose GPUs do, and a rank of the same node, or let it rest on the host"
+                )
     if dropping := [stage[0] for stage in stages if plan.units[stage[0]].activations is Activations.DROP]:
         raise InputError(
             f"unit {dropping[0]} drops its input, which comes from another rank and is not recomputed: let it keep its input"
@@ -395,6 +411,11 @@ def _check_dealt(profile: Profile, plan: Plan, dealt: DealtStages) -> None:
                 f"unit {i} is in stages that are dealt: sum its gradients on the GPU, and let the CPU update all of it with "
                 "states on the host"
             )
+
+
+def _is_between_gpus(lane: Lane) -> bool:
+    """Whether a lane copies from one GPU to another, whose memory it borrows."""
+    return lane.ends is not None and all(map(is_gpu, lane.ends))
 
 
 def _written_out(hardware: Hardware, plan: Plan) -> Ranks:

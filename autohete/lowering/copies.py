@@ -12,7 +12,7 @@ from autohete.lowering.shards import Shards
 from autohete.plan import Plan, UnitPlan
 from autohete.plan.moves import Move, UnitSizes, When, moves
 from autohete.profile import Profile
-from autohete.schedule import COPIES, D2H, GPU_MEMORY, H2D, HOST_MEMORY, Copy, Kind, TaskId, Value
+from autohete.schedule import COPIES, D2H, GPU_MEMORY, H2D, HOST_MEMORY, Copy, Kind, TaskId, Value, lending_rank
 
 #: The kind of task that copies a value to or from its end nearer to the GPU; of parameters, also by the moment.
 _KINDS = {copy: kind for kind, copy in COPIES.items() if copy.value is not Value.PARAMETERS}
@@ -92,6 +92,8 @@ def kind_of(move: Move) -> Kind:
 
 def seconds_of(move: Move) -> Duration:
     """How long ``move`` takes on an undisturbed lane."""
+    if lending_rank(move.source) is not None or lending_rank(move.target) is not None:
+        return durations.transfer(move.size_bytes, 0, 0)  # ranks that lend memory are of the same node
     if move.source not in _NEAR:
         return durations.with_place(move.source, move.size_bytes, write=False)
     if move.target not in _NEAR:

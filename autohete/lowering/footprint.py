@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from autohete.hardware import Hardware, Place
@@ -27,6 +27,7 @@ from autohete.schedule import (
     BufferId,
     Flow,
     Kind,
+    Lane,
     SharedResource,
     Value,
 )
@@ -132,6 +133,23 @@ def shared_bandwidth(
         return (*gpu, *flows), (*resources, *beside)
     cores = SharedResource("cores", hardware.shared_cores, (GPU, H2D, D2H, CPU), counts_lanes=True)
     return (Flow(GPU, 1.0, 1.0), *flows), (*resources, cores)
+
+
+def shared_interconnect(hardware: Hardware, lanes: Sequence[Lane]) -> tuple[list[Flow], list[SharedResource]]:
+    """Flows and limits of ``lanes`` that copy from one GPU to another: what each GPU sends, and what it receives.
+
+    Transfers from stage to stage are small beside what is swapped, and take nothing from it here.
+    """
+    if not lanes:
+        return [], []
+    assert hardware.interconnect is not None, "GPUs that lend memory are joined"
+    rate = hardware.interconnect.bandwidth
+    of_ends: defaultdict[str, list[str]] = defaultdict(list)
+    for lane in lanes:
+        of_ends[f"{lane.source}_sends"].append(lane.name)
+        of_ends[f"{lane.target}_receives"].append(lane.name)
+    shared = [SharedResource(name, rate, tuple(some)) for name, some in of_ends.items() if len(some) > 1]
+    return [Flow(lane.name, rate, rate) for lane in lanes], shared
 
 
 def _lanes_of(place: Place) -> tuple[str, str]:

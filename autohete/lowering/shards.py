@@ -71,7 +71,7 @@ class Shards:
             activation_bytes=profile.units[unit].activation_bytes,
             saved=_saved_sizes(profile.units[unit].saved),
             results=_saved_sizes(profile.units[unit].results),
-            beside_gpu=profile.hardware.beside_gpu,
+            beside_gpu=(*profile.hardware.beside_gpu, *self._plan.lenders),
         )
 
     def saved_parts(self, unit: int) -> tuple[SavedPart, ...]:

@@ -53,7 +53,7 @@ def _shipped() -> Iterator[tuple[str, type[System]]]:
 #: The systems of this package.
 POLICIES: dict[str, type[System]] = dict(_shipped())
 #: Systems whose GPUs have stages of a pipeline.
-PIPELINES = ("pipeline", "pipeline_offload")
+PIPELINES = ("pipeline", "pipeline_offload", "mpress")
 #: Compared by default: the systems that the AutoHete paper compares, and ordinary training.
 COMPARED = ("resident", "zero_offload", "patrickstar", "stronghold", "autohete")
 #: Compared by default if several GPUs share a model.

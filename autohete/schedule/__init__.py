@@ -30,9 +30,11 @@ from autohete.schedule.ids import (
     TaskId,
     Value,
     is_gpu,
+    lending_rank,
     parse_buffer_id,
     parse_instance,
     parse_task_id,
+    rank_home,
 )
 from autohete.schedule.schedule import (
     Buffer,
@@ -89,10 +91,12 @@ __all__ = [
     "Value",
     "graph_of",
     "is_gpu",
+    "lending_rank",
     "parse_buffer_id",
     "parse_instance",
     "parse_schedule",
     "parse_task_id",
+    "rank_home",
     "urgency",
     "validate",
 ]

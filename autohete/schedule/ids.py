@@ -28,6 +28,21 @@ SEND = "send"
 LINK, MULTIPROCESSORS, CPU_BESIDE_GPU = "link", "multiprocessors", "cpu_beside_gpu"
 
 
+#: The home of values that rest in the memory of another rank.
+_RANK_HOME = re.compile(r"rank(\d{1,6})")
+
+
+def rank_home(rank: int) -> str:
+    """The home of values that other ranks of a pipeline let rest in the memory of ``rank``."""
+    return f"rank{rank}"
+
+
+def lending_rank(home: str) -> int | None:
+    """The rank in whose memory values of other ranks rest that have this home; None: it is no rank."""
+    match = _RANK_HOME.fullmatch(home)
+    return int(match[1]) if match else None
+
+
 def is_gpu(memory: str) -> bool:
     """Whether ``memory`` is that of a GPU, of any rank."""
     return memory.partition(".")[0] == GPU_MEMORY

@@ -647,3 +647,103 @@ def test_more_stages_than_blocks_are_refused() -> None:
     profile = analytic_profile(named_workload("gpt-2b", transformer_blocks=9, tied_embeddings=False), NODE.shared_by(4))
     with pytest.raises(InputError, match="a pipeline of 12 stages has a block in each, but there are 9: give at most 2 chunks"):
         parse_policy("pipeline:chunks=3").plan(profile, judge_for(profile))
+
+
+NVLINK = Interconnect(8, 2e11, 1e-6)
+
+
+def lending(gpu_gib: float, join: Interconnect = NVLINK) -> Profile:
+    """Four ranks with NVLink. If all stays, they take 1.36, 1.06, 0.78 and 0.52 GiB; if all is recomputed, 0.37 at most."""
+    workload = Workload("small", 512, 16, 8, 1000, sequence_length=512, batch_size=8, micro_batches=8)
+    hardware = replace(NODE, interconnect=join).shared_by(4)
+    gpu = replace(hardware.gpu, memory_bytes=round(gpu_gib * 2**30), reserved_bytes=0)
+    return analytic_profile(workload, replace(hardware, gpu=gpu))
+
+
+def homes_of(plan: Plan) -> Counter[str]:
+    """Where the activations of blocks rest; those that are recomputed, nowhere."""
+    inner = plan.units[1:-1]
+    return Counter("again" if unit.activations is Activations.RECOMPUTE else unit.kept.home for unit in inner)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "join", "homes"),
+    [
+        (1.5, NVLINK, {"gpu"}),
+        (1.2, NVLINK, {"gpu", "rank2", "rank3"}),
+        (1.2, replace(NVLINK, through_host=True), {"gpu", "host", "again"}),
+        (1.2, replace(NVLINK, gpus=2, network_bandwidth=5e10), {"gpu", "host", "again"}),
+        (0.4, NVLINK, {"again"}),
+    ],
+)
+def test_what_the_first_ranks_lack_the_last_ones_lend(gpu_gib: float, join: Interconnect, homes: set[str]) -> None:
+    """Copies to other GPUs come first, of the same node and where they copy directly; then the host and recomputation. The
+    plan fits, and is never slower than recomputing all.
+    """
+    profile = lending(gpu_gib, join)
+    found = simulate_policy(profile, parse_policy("mpress"))
+    assert found.verdict is Verdict.OK
+    assert set(homes_of(found.plan)) == homes
+    again = simulate_policy(profile, parse_policy("pipeline:checkpointing=full"))
+    assert found.iteration_seconds <= again.iteration_seconds * (1 + 1e-9)
+
+
+def test_what_is_lent_takes_the_memory_of_the_lender() -> None:
+    """The first rank takes less than if all stayed, and the lenders as much more as it lets rest there at a time."""
+    staying = simulate_policy(lending(1.5), parse_policy("mpress"))
+    lent = simulate_policy(lending(1.2), parse_policy("mpress"))
+    before, after = ({one.memory: one.peak_bytes for one in found.memories} for found in (staying, lent))
+    assert after["gpu"] < before["gpu"]
+    assert after["gpu.1"] == before["gpu.1"]
+    size = lending(1.2).units[1].activation_bytes
+    for rank in (2, 3):
+        blocks = homes_of(lent.plan)[f"rank{rank}"]
+        assert 0 < after[f"gpu.{rank}"] - before[f"gpu.{rank}"] <= blocks * 4 * size
+    assert lent.iteration_seconds <= staying.iteration_seconds * 1.001
+    lanes = {lane.name: lane.ends for lane in lent.schedule.lanes}
+    assert lanes["rank3_write"] == ("gpu", "gpu.3")
+    assert "rank3_write.1" not in lanes
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 5), st.integers(1, 8), st.floats(0.25, 1.4), st.integers(1, 2), st.floats(1e9, 1e12))
+def test_memory_is_lent_and_given_back(ranks: int, micro_batches: int, share: float, pipelines: int, rate: float) -> None:
+    """Two executors agree on any plan of MPress; what leaves comes back, and no rank exceeds its memory."""
+    workload = Workload("small", 256, 2 * ranks, 4, 1000, sequence_length=128, batch_size=4, micro_batches=micro_batches)
+    hardware = replace(NODE, interconnect=Interconnect(16, rate, 1e-6)).shared_by(ranks * pipelines)
+    profile = analytic_profile(workload, hardware)
+    policy = parse_policy(f"mpress:ranks={ranks},zero_stage={pipelines - 1}")
+    peak = judge_for(profile)(parse_policy(f"pipeline:ranks={ranks},checkpointing=none").plan(profile, judge_for(profile)))
+    gpu = replace(hardware.gpu, memory_bytes=round(share * peak.gpu_peak_bytes), reserved_bytes=0)
+    profile = replace(profile, hardware=replace(hardware, gpu=gpu))
+    found = simulate_policy(profile, policy)
+    schedule = validate(lower(profile, found.plan))
+    sent, came = (
+        Counter(task.id[1:4] for task in schedule.tasks if task.id.kind is kind)
+        for kind in (Kind.OFFLOAD_ACTIVATIONS, Kind.FETCH_ACTIVATIONS)
+    )
+    assert sent == came
+    assert parse_schedule(str(schedule)) == schedule
+    trace = SimExecutor().run(schedule, 3)
+    assert check_trace(trace) == []
+    assert (trace.start_ns == list_schedule(schedule, 3).start_ns).all()
+
+
+def test_values_rest_on_ranks_of_a_pipeline_only() -> None:
+    """Parameters cannot, nor what a rank itself, or one that is not there, has; and GPUs must copy to each other."""
+    keeps = UnitPlan(kept=Route("rank1"))
+    for units, message in (
+        ((UnitPlan(parameters=Route("rank1")),), "only what forward keeps can"),
+        ((UnitPlan(), UnitPlan(), keeps), "rests in rank1, but the unit is on rank 1 of 2"),
+        ((UnitPlan(), UnitPlan(kept=Route("rank2"))), "rests in rank2, but the unit is on rank 0 of 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            plan_of(*units, *[UnitPlan()] * (5 - len(units)))
+    with pytest.raises(InputError, match="on the one rank that there is"):
+        Plan("by hand", (UnitPlan(), keeps, UnitPlan()))
+    plan, profile = plan_of(UnitPlan(), keeps, *[UnitPlan()] * 3), profile_with(PLENTY, 3, gpus=2)
+    assert lower(profile, plan).memories
+    apart = replace(profile, hardware=replace(profile.hardware, interconnect=Interconnect(1, 4e9, 0.0, 4e9)))
+    with pytest.raises(InputError, match="rank 0 does not copy to that GPU directly"):
+        lower(apart, plan)

@@ -143,7 +143,7 @@ IN_DRIVES = UnitPlan(update=Update(Processor.PLACE), gradients=Route("drives", c
 
 
 def test_a_place_above_the_dram_is_as_fast_as_the_dram() -> None:
-    """Beside the host, a place copies through DRAM: a faster one changes nothing and is said. One beside the GPU copies apart."""
+    """Beside the host, a place copies through DRAM: a faster one changes nothing and is said, unlike one beside the GPU."""
     dram = NODE.dram_bandwidth
 
     def times(beside: str) -> list[float]:
