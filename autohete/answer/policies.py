@@ -90,10 +90,13 @@ class Judged:
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Order candidates: those that fit, fastest first.
 
-    A plan that moves nothing precedes plans that are faster only by noise; of several such plans, the simplest is first.
+    A plan that moves nothing precedes plans that are faster only by noise; of several such plans, the simplest is first. What
+    several searches end at is listed once.
     """
+    if not candidates:
+        return ()
     order = sorted(
-        candidates,
+        {each.name: each for each in candidates}.values(),
         key=lambda each: (
             each.seconds_per_token,
             each.fits and (not each.stays, each.name.partition(":")[0] == JOINT),

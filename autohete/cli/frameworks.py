@@ -62,17 +62,24 @@ class RunOptions:
         """Return the question with the kernels and adapters of the frameworks to which it is limited, unless they differ or are
         given.
         """
+        from autohete.frameworks import as_run
+
         names = {"deepspeed"} if self.runnable is None and self.from_ is not None else {*self.only()}
         frameworks = [each for each in self.frameworks() if each.name in names]
-        kernels = {each.kernels for each in frameworks}
-        if question.shape.kernels is not None or question.module or question.profile or len(kernels) != 1:
+        if question.shape.kernels is not None or question.module or question.profile or not frameworks:
             return question
         workload = question.of_workload()
         if isinstance(workload, TracedWorkload):
             return question
-        adapters = {each.abilities.adapters_for(workload) for each in frameworks}
-        held = question.shape.adapters if len(adapters) > 1 else adapters.pop() or question.shape.adapters
-        return replace(question, shape=replace(question.shape, kernels=kernels.pop(), adapters=held))
+        run = [as_run(each, workload) for each in frameworks]
+        if len({each.kernels for each in run}) > 1:
+            return question
+        shape = replace(question.shape, kernels=run[0].kernels)
+        adapters = {each.training.lora for each in run}
+        lora = adapters.pop() if len(adapters) == 1 else None
+        if lora is not None:
+            shape = replace(shape, adapters=lora.adapters, prepared=lora.prepared)
+        return replace(question, shape=shape)
 
     def check(self) -> None:
         """Check the options before anything is computed.
@@ -187,17 +194,19 @@ def _as_written(decided: Decided, framework: Framework) -> Decided:
     Raises:
         AutoHeteError: there is none that fits.
     """
+    from autohete.frameworks import as_run
     from autohete.policies import parse_policy
     from autohete.profile import analytic_profile
     from autohete.simulate.summary import answer
 
     if isinstance(decided.workload, TracedWorkload):  # which has kernels of its own
         return decided
-    workload = replace(decided.workload, kernels=framework.kernels)
-    adapters, lora = framework.abilities.adapters_for(workload), workload.training.lora
-    if lora is not None and adapters is not None:
-        workload = replace(workload, training=replace(workload.training, lora=replace(lora, adapters=adapters)))
-    if (workload.kernels, workload.adapters) == (decided.workload.kernels, decided.workload.adapters):
+    workload = as_run(framework, decided.workload)
+    if (workload.kernels, workload.adapters, workload.is_prepared) == (
+        decided.workload.kernels,
+        decided.workload.adapters,
+        decided.workload.is_prepared,
+    ):
         return decided
     profile = analytic_profile(workload, decided.hardware)
     summary, simulation = answer(profile, parse_policy(decided.plan.policy), only_numbers=True)

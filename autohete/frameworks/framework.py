@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from autohete.errors import InputError, check_fields
@@ -12,8 +12,9 @@ from autohete.plan import Activations, Plan, Processor, UnitPlan
 from autohete.policies import System
 from autohete.profile import Profile
 from autohete.profile.attention import default_attention
-from autohete.workload import Kernels, Precision, Units, Workload
+from autohete.workload import EAGER_KERNELS, Kernels, Precision, Units, Workload
 from autohete.workload.config import model_names, read_model
+from autohete.workload.model import Attention
 from autohete.workload.optimizers import Optimizer
 from autohete.workload.traced import TracedWorkload
 from autohete.workload.training import Adapters
@@ -99,6 +100,7 @@ class Abilities:
         precisions: arithmetic.
         lora: low-rank adapters; ``quantised`` base in NF4.
         adapters: how the files hold them in mixed precision; None: as ``Workload.adapters`` says.
+        prepared: whether the files hold in fp32 what is not quantised; None: as ``Workload.is_prepared`` says.
         chunked_loss: logits a chunk at a time.
         several_gpus: more than one.
         parallel: GPUs that divide each batch.
@@ -111,6 +113,7 @@ class Abilities:
     precisions: Collection[Precision] = tuple(Precision)
     lora: bool = False
     adapters: Adapters | None = None
+    prepared: bool | None = None
     quantised: bool = False
     chunked_loss: bool = False
     several_gpus: bool = True
@@ -122,11 +125,16 @@ class Abilities:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def adapters_for(self, workload: Workload) -> Adapters | None:
-        """Return how adapters are held in the files for a workload that leaves it open; None: as it says."""
+    def held(self, workload: Workload) -> Workload:
+        """Return the workload with adapters, and what is beside them, as the files hold them where it leaves that open."""
         lora = workload.training.lora
-        is_open = lora is not None and lora.adapters is None and not lora.prepared and workload.precision.is_mixed
-        return self.adapters if is_open else None
+        if lora is None:
+            return workload
+        if self.adapters is not None and lora.adapters is None and not lora.prepared and workload.precision.is_mixed:
+            lora = replace(lora, adapters=self.adapters)
+        if lora.prepared is None:
+            lora = replace(lora, prepared=self.prepared)
+        return replace(workload, training=replace(workload.training, lora=lora))
 
     def check(self, decided: Decided) -> None:
         """Refuse a training that the framework does not offer.
@@ -142,6 +150,10 @@ class Abilities:
         lora = training.lora
         if lora is not None and self.adapters is not None and lora.adapters not in (None, self.adapters):
             raise InputError(f"is written here with adapters {self.adapters}: plan with these")
+        if lora is not None and lora.prepared and self.prepared is False:
+            raise InputError(
+                "does not hold norms, embedding and head in fp32: plan without prepared (in Python, prepared=False)"
+            )
         taken = default_attention(decided.hardware.gpu.compute_capability)
         refused = {
             "fp8 products": training.fp8,
@@ -167,6 +179,18 @@ class Abilities:
         for what, given in refused.items():
             if given:
                 raise InputError(f"is written here without {what}")
+
+
+def as_run(framework: Framework, workload: Workload) -> Workload:
+    """Return the workload with the kernels of the framework, and adapters as its files hold them.
+
+    Models of ``transformers`` compute attention eagerly whose scores have a cap or a sink, which PyTorch's fused attention does
+    not know (5.23: ``_attn_implementation`` of Gemma 2 and gpt-oss is ``eager``, of all others here ``sdpa``).
+    """
+    mixers = [workload.block(unit).mixer for unit in range(1, workload.unit_count - 1)]
+    eagerly = any(isinstance(one, Attention) and (one.soft_cap or one.sinks) for one in mixers)
+    kernels = Kernels.EAGER if eagerly and framework.kernels in EAGER_KERNELS else framework.kernels
+    return framework.abilities.held(replace(workload, kernels=kernels))
 
 
 def check_published(decided: Decided, names: Collection[str]) -> None:

@@ -33,6 +33,7 @@ _ABILITIES = Abilities(
     tuple(_OPTIMIZERS),
     (Precision.BF16, Precision.FP32),
     lora=True,
+    prepared=False,  # ``prepare_model_for_training`` casts norms only if ``upcast_layernorm`` is given
     quantised=True,
     chunked_loss=True,
     autocast=(Precision.BF16,),

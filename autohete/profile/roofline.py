@@ -143,7 +143,7 @@ class _Roofline(Rates):
             seconds = flops / (self.flops * CHUNKED_SHARE)
             return seconds, ATTENTION_BACKWARD * seconds
         sizes = _head_sizes(component)
-        masked = w.attention_mask is not None
+        masked = self._mask(component) is not None
         if masked:  # the kernel does not know what the mask removes
             flops = 2.0 * w.tokens * w.sequence_length * component.heads * sum(sizes)
         keys = flops / (2 * w.tokens * component.heads * sum(sizes))
@@ -245,14 +245,14 @@ class _Roofline(Rates):
             used = {name for layer in adapted for name in GPT2_ROWS[layer.mixes, layer.row]}
             copied = {name: copies[row] for row, names in GPT2_ROWS.items() for name in names}
             part = copied_inputs(part, copied, cast)
-            part = masked_part(part, block, w.hidden_size, w.attention_mask)
+            part = masked_part(part, block, w.hidden_size, self._mask(block.mixer))
             return without_inputs(part, copied.keys() - used) if frozen or in_fp8 else part
         drops = frozen and not any(not one.mixes and one.row == LAST for one in adapted)
         parts = []
         for component in w.components(unit):
             mixes = component is block.mixer
             part = decoder_part(block, w.hidden_size, component, self.kernels, drops=drops)
-            part = masked_part(part, block, w.hidden_size, w.attention_mask)
+            part = masked_part(part, block, w.hidden_size, self._mask(block.mixer))
             part = divided_part(self._cast_part(part, block, component), parallelism, narrow=True)
             part = copied_inputs(part, {row: copies[mixes, row] for row in INPUT_ROWS}, cast)
             if frozen or in_fp8:
@@ -273,12 +273,18 @@ class _Roofline(Rates):
         loss take, and so are counted with what each of them holds meanwhile.
         """
         w = self.workload
-        if w.attention_mask is None:
-            return 0
-        mixers = [w.block(unit).mixer for unit in range(1, w.unit_count - 1)]
-        kinds = {one.window if isinstance(one, Attention) else None for one in mixers if not isinstance(one, LinearAttention)}
-        element = 1 if w.attention_mask is AttentionMask.BOOL else self.element
-        return len(kinds) * element * w.tokens * w.sequence_length
+        mixers = {w.block(unit).mixer for unit in range(1, w.unit_count - 1)}
+        kinds = {
+            (one.window if isinstance(one, Attention) else None, mask)
+            for one in mixers
+            if not isinstance(one, LinearAttention) and (mask := self._mask(one)) is not None
+        }
+        elements = sum(1 if mask is AttentionMask.BOOL else self.element for _, mask in kinds)
+        return elements * w.tokens * w.sequence_length
+
+    def _mask(self, mixer: Mixer) -> AttentionMask | None:
+        """The mask that attention in ``mixer`` gets; none where GPUs divide sequences, as kernels do that know windows."""
+        return None if self.group.parallelism.context > 1 else self.workload.mask_of(mixer)
 
     def _elementwise_seconds(self, part: Part, direction: str, scores: int) -> float:
         """Time of everything except matrix products, from the table of operations: the slower of memory and instructions."""

@@ -200,7 +200,8 @@ class Workload(Hashed):
         looped_experts: experts are computed one after another, as ``transformers`` 4 trains them, and so many of each block get
             tokens; None: all do, in grouped products.
         attention: see :class:`FusedAttention`; None: what PyTorch takes on the GPU.
-        attention_mask: see :class:`AttentionMask`; None: the kernel knows that attention is causal, and skips what that hides.
+        attention_mask: see :class:`AttentionMask`; None: the kernel knows that attention is causal, and skips what that hides;
+            windows have masks of their own (``mask_of``).
         loss: see :class:`LossKernels`; None: that of the implementation that ``kernels`` names.
         keeps_logits: the caller holds the model's output until backward has ended, as a loop does that names it, and the
             ``Trainer`` of ``transformers`` does not. None: with the losses of PyTorch and ``transformers``.
@@ -476,6 +477,18 @@ class Workload(Hashed):
             return gpt2_block(self.hidden_size, self.heads)
         blocks = self.architecture.blocks
         return blocks[(unit - 1) // len(_PARTS[self.units]) % len(blocks)]
+
+    def mask_of(self, mixer: Mixer) -> AttentionMask | None:
+        """The mask that attention in ``mixer`` gets as a tensor.
+
+        Without ``attention_mask``, ``transformers`` makes one for PyTorch's attention where a window hides tokens
+        (``create_sliding_window_causal_mask``), but none for packages such as FlashAttention's, which know windows.
+        """
+        window = mixer.window if isinstance(mixer, Attention) else None
+        if self.attention_mask is not None or window is None or window > self.sequence_length:
+            return self.attention_mask
+        by_pytorch = self.kernels in EAGER_KERNELS[1:] and self.attention in (None, *MASKED_ATTENTION)
+        return AttentionMask.BOOL if by_pytorch and self.document_length is None else None
 
     @property
     def tokens(self) -> int:

@@ -145,6 +145,13 @@ def test_noise_is_no_reason_to_offload() -> None:
         assert order[0].name == first
 
 
+def test_what_several_searches_end_at_is_listed_once() -> None:
+    """Stage 3 is found by the search of ordinary training and by its own. Without time there is nothing to list."""
+    found = answer(LARGE, policies=("resident:checkpointing=none", "resident:checkpointing=none", "zero_offload"))
+    assert [each.name.partition(":")[0] for each in found.candidates] == ["resident", "zero_offload"]
+    assert ranked([]) == ()
+
+
 def test_equal_plans_are_one() -> None:
     """A policy that arrives at another's plan is no next best."""
     found = answer(LARGE, policies=("resident", "resident:checkpointing=none", "zero_offload"))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from autohete.errors import InputError
 from autohete.hardware import load_hardware, parse_parallel
-from autohete.profile import analytic_profile
+from autohete.profile import UnitProfile, analytic_profile
 from autohete.profile.attention import MASK_READS, attention_speed, default_attention
 from autohete.profile.rates import Rates
-from autohete.workload import MASKED_ATTENTION, AttentionMask, FusedAttention, Kernels, named_workload
+from autohete.workload import MASKED_ATTENTION, AttentionMask, FusedAttention, Kernels, Workload, named_workload
 from autohete.workload.config import read_model
 from autohete.workload.model import causal_tokens
 from autohete.workload.traced import traced_workload
@@ -153,6 +153,46 @@ def test_masks_that_attention_does_not_take_are_refused(changes: dict[str, objec
     given = {"kernels": Kernels.EAGER_FLASH, "attention_mask": AttentionMask.ADDITIVE} | changes
     with pytest.raises(InputError, match=match):
         named_workload("gpt-2b", **given)
+
+
+def test_a_window_is_a_mask_for_the_attention_of_pytorch() -> None:
+    """As if one were given, once a sequence is as long as the window; only blocks with a window have it. Kernels that know
+    windows get none.
+    """
+
+    def blocks(workload: Workload) -> tuple[UnitProfile, ...]:
+        return analytic_profile(workload, load_hardware("h100-pcie5")).units[1:-1]
+
+    phi = replace(read_model("phi-3-mini"), kernels=Kernels.EAGER_FLASH)  # a window of 2,048 in all blocks
+    masked = {length: replace(phi, sequence_length=length, attention_mask=AttentionMask.BOOL) for length in (2047, 2048)}
+    assert blocks(replace(phi, sequence_length=2048)) == blocks(masked[2048])
+    assert blocks(replace(phi, sequence_length=2047)) != blocks(masked[2047])
+    for knows in ({"kernels": Kernels.FUSED}, {"attention": FusedAttention.FA2}, {"document_length": 512}):
+        given = replace(phi, sequence_length=2048, **knows)
+        assert given.mask_of(given.block(1).mixer) is None
+    gemma = replace(read_model("gemma-3-1b"), kernels=Kernels.EAGER_FLASH, sequence_length=4096)
+    windows, free = blocks(gemma), blocks(replace(gemma, attention=FusedAttention.FA2))
+    slower = [one.forward_seconds > 1.1 * other.forward_seconds for one, other in zip(windows, free, strict=True)]
+    assert slower == [gemma.block(1 + i).mixer.window is not None for i in range(26)]
+
+
+def test_transformers_makes_a_mask_of_a_window() -> None:
+    """Each block keeps a 16-bit one once a sequence is as long as the window, and none before."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    for length, window, kept in ((32, 33, 0), (32, 32, 2)):
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+        }
+        config = transformers.MistralConfig(**sizes, num_hidden_layers=2, sliding_window=window)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, to=shapes: (to.append(one.shape), one)[1], lambda one: one):
+            model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+        assert sum(tuple(shape) == (1, 1, length, length) for shape in shapes) == kept
 
 
 def test_a_mask_of_whole_sequences_is_not_divided() -> None:

@@ -12,9 +12,10 @@ from support.models import OF_FAMILY, built, config_of, layers_of, small_config
 from transformers import AutoConfig
 
 from autohete.errors import InputError
+from autohete.frameworks import as_run, named_frameworks
 from autohete.hardware import load_hardware
 from autohete.profile import analytic_profile
-from autohete.workload import Units, Workload, named_workload
+from autohete.workload import Kernels, Units, Workload, named_workload
 from autohete.workload.config import model_names, parse_model, read_model
 from autohete.workload.families import FAMILIES
 from autohete.workload.model import Attention, Experts, LinearAttention, causal_tokens
@@ -298,3 +299,13 @@ def test_a_chunked_loss_bounds_the_logits(name: str) -> None:
     token_bytes = profile.element_bytes * workload.vocabulary_size
     assert profile.loss.logits_bytes <= max(token_bytes, 2 * profile.units[-1].input_bytes)
     assert not profile.loss.keeps_logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_with_caps_or_sinks_are_computed_eagerly(family: str) -> None:
+    """Frameworks that train models of ``transformers`` are given the kernels that it chooses by itself."""
+    config = small_config(family)
+    chosen = built(config, "meta", attention=None).config._attn_implementation
+    workload = parse_model(config, family)
+    kernels = [as_run(named_frameworks([name])[0], workload).kernels for name in ("fsdp2", "megatron")]
+    assert kernels == [{"eager": Kernels.EAGER, "sdpa": Kernels.EAGER_FLASH}[chosen], Kernels.FUSED]

@@ -91,14 +91,14 @@ def small_config(family: str, sizes: dict[str, Any] | None = None) -> dict[str, 
     return config | small
 
 
-def built(config: dict[str, Any], device: str, attention: str = "eager", experts: str = "eager") -> Any:
-    """The model that transformers builds from the same keys."""
+def built(config: dict[str, Any], device: str, attention: str | None = "eager", experts: str = "eager") -> Any:
+    """The model that transformers builds from the same keys; None: with the attention that it chooses."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     keys = {key: value for key, value in config.items() if key not in ("model_type", "source", "date")}
     if "kv_lora_rank" in keys:  # has no keys of its own to share
         keys |= {"num_key_value_heads": keys["num_attention_heads"], "n_group": 2, "topk_group": 1}
     made = transformers.CONFIG_MAPPING[config["model_type"]](**keys, pad_token_id=0)
-    implementations = {"attn_implementation": attention}
+    implementations = {"attn_implementation": attention} if attention is not None else {}
     if any("experts" in key for key in keys):
         implementations["experts_implementation"] = experts
     with torch.device(device):

@@ -15,7 +15,7 @@ import pytest
 from support.decided import BY_NAME, MODEL, TINY, decided, files_of, schema
 
 from autohete.errors import InfeasibleError, InputError
-from autohete.frameworks import FRAMEWORKS, named_frameworks, refusal, runs_in
+from autohete.frameworks import FRAMEWORKS, as_run, named_frameworks, refusal, runs_in
 from autohete.frameworks.changes import key_changes
 from autohete.frameworks.deepspeed import CONFIG
 from autohete.frameworks.deepspeed_reading import read_deepspeed
@@ -608,3 +608,14 @@ def test_changes_name_each_key() -> None:
         "offload.pin: false -> absent",
         'new.device: absent -> "cpu"',
     ]
+
+
+def test_llama_factory_leaves_what_is_not_quantised_in_16_bit() -> None:
+    """Its files do not ask for fp32 norms and heads, so a base in NF4 is simulated without, and refused with them."""
+    lora = Lora(16, quantised=True)
+    quantised = replace(EAGER, training=replace(EAGER.training, lora=lora))
+    assert quantised.is_prepared
+    (factory,) = named_frameworks(["llamafactory"])
+    assert not as_run(factory, quantised).is_prepared
+    prepared = replace(quantised, training=replace(quantised.training, lora=replace(lora, prepared=True)))
+    assert "does not hold norms, embedding and head in fp32" in refusal(factory, decided("resident", prepared))
