@@ -345,9 +345,12 @@ class Form:
         for name, value in found.items():
             first = self._first[name]
             if not self._is_like(first, value, shape):
+                cure = "others may have fewer or shorter sequences: call prepare with one of the largest shape"
+                if value is None or first is None:
+                    cure = "others have to give the same tensors: for a mask that is missing, give one that hides nothing"
                 raise InputError(
                     f"the batch has {name} {_said(value)}, the first one had {self._shapes[name]}: memory is planned for the "
-                    "first batch, and others may have fewer or shorter sequences: call prepare with one of the largest shape"
+                    f"first batch, and {cure}"
                 )
         for name, rows in self._rows.items():
             check_range(name, found[name], rows)

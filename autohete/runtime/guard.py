@@ -58,8 +58,10 @@ _METADATA = frozenset(
         *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
     ]
 )
-#: Functions with nothing to do unless they are refused: there is no gradient, and a flag keeps its value.
-_NOTHING_TO_DO = frozenset([_GRADIENT, _SET_GRADIENT, _SET_REQUIRES_GRAD, Tensor.requires_grad_])
+#: Functions with nothing to do unless they are refused: there is no gradient.
+_NOTHING_TO_DO = frozenset([_GRADIENT, _SET_GRADIENT])
+#: Functions that need no values, but a wait: backward may still ask which gradients it has to compute.
+_FLAGS = frozenset([_SET_REQUIRES_GRAD, Tensor.requires_grad_])
 #: Callers that only read a gradient to clear it, or to move it with its parameter: there is none.
 _HARMLESS = frozenset(
     inspect.unwrap(function).__code__ for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad, nn.Module._apply)
@@ -170,6 +172,8 @@ class Guard:
             for name, tensor in named
             if type(tensor) in (nn.Parameter, Tensor) or id(tensor) in places
         }
+        #: What requires gradients; the caller may change that between steps if it changes it back.
+        self._requiring = {id(tensor) for _, tensor in named if tensor.requires_grad}
         self._lent = _Lent(states, self._guarded)
         #: The types of the guarded tensors, and the guarded ones of each.
         self._types: dict[type[Tensor], type[Tensor]] = {
@@ -227,10 +231,20 @@ class Guard:
         self._check_process()  # before the lock, which another thread may have held during the fork
         with self._lock:
             self._structure.check()
+            self._check_flags()
             self._lent.check_writes()
             self._lent.write_back()
             self._lent.forget_expired()
             yield
+
+    def _check_flags(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in self._guarded.values():
+                if one.tensor.requires_grad != (id(one.tensor) in self._requiring):
+                    raise InputError(
+                        f"{one.name}.requires_grad has become {one.tensor.requires_grad}, and the plan depends on what is "
+                        "trained: change it back before the next step, or leave the Trainer and create a new one"
+                    )
 
     def use(self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a use of parameters by the caller, or by the training.
@@ -255,7 +269,10 @@ class Guard:
             for tensor in found:
                 tensor.guard._check_use(tensor, func, args, kwargs)
             if func in _NOTHING_TO_DO:
-                return args[0] if func == Tensor.requires_grad_ else None
+                return None
+            if func in _FLAGS:
+                self.wait()
+                return _call(func, types, args, kwargs)
             for tensor in found:
                 tensor.guard._expose(tensor)
             if func in (_DATA, Tensor.detach) and id(args[0]) in self._lent.values:
@@ -307,13 +324,6 @@ class Guard:
             raise InputError(f"{found.name} cannot have a hook on its gradient while a Trainer trains it: {_UPDATES_HERE}")
         elif func in (Tensor.backward, Tensor.retain_grad):
             raise InputError(f"{found.name} cannot get a gradient from elsewhere while a Trainer trains it: {_UPDATES_HERE}")
-        elif func in (_SET_REQUIRES_GRAD, Tensor.requires_grad_):
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            if bool(wanted) != trained:
-                raise InputError(
-                    f"{found.name}.requires_grad cannot become {bool(wanted)} while a Trainer trains the model: the plan "
-                    "depends on what is trained; leave the Trainer, change it, and create a new one"
-                )
         elif func == _SET_DATA and found.place is not None and tensor is args[0]:
             _check_like(found, args[1])
 

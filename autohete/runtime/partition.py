@@ -6,6 +6,7 @@ The runtime drives a model block by block, but the code before the first block a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -278,6 +279,29 @@ def _check_wrapping(model: nn.Module) -> None:
                 f"{where} is compiled, and compiled code cannot stop at the blocks, nor can its memory be counted: give the "
                 "original module (_orig_mod)"
             )
+        if compiled := next(_compiled_functions(module), ""):
+            raise InputError(
+                f"{where} calls {compiled}, which is compiled, and would run uncompiled here, with other results than on its "
+                "own: give it the original function"
+            )
+
+
+def is_compiled(function: object) -> bool:
+    """Whether ``torch.compile`` has made a function or module."""
+    return "_orig_mod" in getattr(function, "_modules", ()) or hasattr(function, "_torchdynamo_orig_callable")
+
+
+def _compiled_functions(module: nn.Module) -> Iterator[str]:
+    """The names of compiled functions that a module has as attributes, or that its forward names."""
+    yield from (name for name, value in vars(module).items() if callable(value) and is_compiled(value))
+    forward = module.forward
+    if is_compiled(forward):
+        yield "forward"
+    function = inspect.unwrap(forward)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        known: Mapping[str, object] = function.__globals__
+        yield from (name for name in code.co_names if is_compiled(known.get(name)))
 
 
 def check_hooks(model: nn.Module, modules: tuple[nn.Module, ...]) -> None:
@@ -305,4 +329,4 @@ def check_dense(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise InputError(f"the gradients of {name} are sparse, which AdamW does not take: give it sparse=False")
+            raise InputError(f"the gradients of {name} are sparse, which a Trainer cannot update with: give it sparse=False")

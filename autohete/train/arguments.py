@@ -20,6 +20,7 @@ from autohete.profile import Profile
 from autohete.quantities import parse_quantity
 from autohete.runtime.autocast import Autocast
 from autohete.runtime.device import gpu_here
+from autohete.runtime.partition import is_compiled
 from autohete.runtime.settings import Recipe
 from autohete.runtime.update_rules import UpdateSettings
 from autohete.workload import check_clip_norm
@@ -69,6 +70,10 @@ def recipe_of(
     check_clip_norm(clip_norm)
     if not callable(loss):
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
+    if is_compiled(loss):
+        raise InputError(
+            "the loss is compiled, and would run uncompiled here, with other results than on its own: give the original one"
+        )
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise InputError(f"autocast is {autocast!r}: give torch.bfloat16 or torch.float16, or leave it out")
     return Recipe(loss, updates, clip_norm, skips, autocast)

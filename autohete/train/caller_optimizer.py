@@ -99,6 +99,20 @@ class CallerOptimizer:
         groups = tuple({name: _copied(value) for name, value in group.items() if name != "params"} for group in self._groups())
         return UpdateSettings(self._rules, groups, self._members, self._masters, loss_scale)
 
+    def check_trained(self, model: nn.Module) -> None:
+        """Check that what is trained is the same as when the Trainer was made.
+
+        Raises:
+            InputError: names a parameter that is not.
+        """
+        now = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        for found, names, change in ((now, self._names, "is trained"), (self._names, now, "is not trained any more")):
+            if new := [name for one, name in found.items() if one not in names]:
+                raise InputError(
+                    f"{new[0]} {change}, since requires_grad or the model has changed after the Trainer was made: make it "
+                    "after that, with an optimizer of all that is trained"
+                )
+
     def note_step(self) -> None:
         """Tell schedulers that a step has been made: they warn if they are called before."""
         for optimizer in self._all:

@@ -200,7 +200,7 @@ class TextData:
             if have < (need := windows * sequence_length + 1):
                 raise InputError(
                     f"the {part} part has {have} of the text's {len(tokens)} tokens, but needs {need}, {windows} × "
-                    f"{sequence_length} + 1: give more text, shorter sequences, smaller batches or another validation_share"
+                    f"{sequence_length} + 1: give more text, shorter sequences or smaller batches"
                 )
 
     @property

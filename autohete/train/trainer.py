@@ -163,7 +163,8 @@ class Trainer:
             drive=None if drive is None else str(drive),
         )
         self._options.accelerator.prepare()
-        self._partition = partition(model, blocks)
+        self._model, self._blocks = model, blocks
+        partition(model, blocks)  # refuses what cannot be trained
         ranks = None if group is None else TrainingRanks(group, self._options.torch_device)
         self._preparation = Preparation(self._options, ranks)
         self._buckets = check_buckets(buckets)
@@ -248,10 +249,12 @@ class Trainer:
         if held.closed:
             raise InputError("the trainer is closed: create a new one to continue")
         if self._prepared is None:
-            held.claim = Claim(self._partition.model, "trained")
+            held.claim = Claim(self._model, "trained")
             atexit.register(held.at_exit)
             try:
-                prepared = self._preparation.prepare(self._partition, batch, self._optimizer.initial())
+                self._optimizer.check_trained(self._model)
+                cut = partition(self._model, self._blocks)  # again: the caller may have changed the model
+                prepared = self._preparation.prepare(cut, batch, self._optimizer.initial())
                 buckets = self._preparation.prepare_shorter(prepared, batch, self._buckets) if self._buckets else None
                 held.run = TrainingRun(
                     self._options,
@@ -362,7 +365,7 @@ class Trainer:
         """Load a state before the model is taken over: into the model, and into the caller's optimizer."""
         if self._held.closed:
             raise InputError("the trainer is closed: create a new one to continue")
-        model = self._partition.model
+        model = self._model
         check_state(state, model, self._optimizer, None)
         load_values(state, model, None)
         for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.reference import model_for
 from support.small import SMALL
-from torch import nn
+from torch import Tensor, nn
 
 from autohete import Trainer
 from autohete.errors import InputError
@@ -32,6 +33,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no policy": ({"policy": None}, "policy is None"),
     "a policy without plan": ({"policy": 3}, "policy is 3"),
     "a loss that is a string": ({"loss": "cross_entropy"}, "loss is 'cross_entropy': give a function"),
+    "a compiled loss": (
+        {"loss": torch.compile(torch.nn.functional.cross_entropy, backend="eager")},
+        "the loss is compiled, and would run uncompiled here",
+    ),
     "no loss": ({"loss": None}, "loss is None"),
     "blocks as a module": ({"blocks": nn.ModuleList()}, "blocks is of type ModuleList: give the name"),
     "device as torch.device": ({"device": torch.device("cuda")}, r"device is device\(type='cuda'\): give the text"),
@@ -68,6 +73,59 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             Trainer(model)  # type: ignore[arg-type]
+
+
+@torch.compile(backend="eager")
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class _Doubling(nn.Module):
+    """Calls a compiled function of its module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _doubled(x)
+
+
+@pytest.mark.parametrize("attribute", [True, False])
+def test_compiled_functions_in_a_model_are_refused(*, attribute: bool) -> None:
+    """They would run uncompiled, with other bits: as attributes of a module, or where its forward names them."""
+    model = model_for(SMALL)
+    block = model.blocks[0]
+    if attribute:
+        block.act = torch.compile(torch.nn.functional.gelu, backend="eager")
+    else:
+        block.doubling = _Doubling()
+    named = "act" if attribute else "_doubled"
+    with pytest.raises(InputError, match=f"calls {named}, which is compiled"):
+        Trainer(model)
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "frozen", "replaced", "compiled"])
+def test_what_changes_before_the_first_step_is_seen(change: str) -> None:
+    """The Trainer would train something else than its optimizer has; the error says which parameter."""
+    model = model_for(SMALL)
+    if change == "unfrozen":
+        model.blocks[0].requires_grad_(False)
+    trainer = Trainer(model)
+    last = model.blocks[1]
+    if change == "unfrozen":
+        model.blocks[0].requires_grad_(True)
+    elif change == "frozen":
+        last.requires_grad_(False)
+    elif change == "replaced":
+        model.blocks[1] = copy.deepcopy(last)
+    else:
+        last.compile(backend="eager")
+    message = {
+        "unfrozen": r"blocks\.0\.\S+ is trained, since requires_grad or the model has changed after the Trainer was made",
+        "frozen": r"blocks\.1\.\S+ is not trained any more",
+        "replaced": r"blocks\.1\.\S+ is trained",
+        "compiled": r"blocks\.1 is compiled",
+    }
+    tokens = torch.zeros(SMALL.batch_size, SMALL.sequence_length, dtype=torch.int64)
+    with trainer, pytest.raises(InputError, match=message[change]):
+        trainer.step((tokens, tokens))
 
 
 @pytest.mark.parametrize(
