@@ -1,5 +1,5 @@
 """Clean endings on signals: SIGINT (Ctrl-C) ends a program with at most one line on stderr and exit code 130, SIGTERM with
-exit code 143, whatever the program is doing.
+exit code 143 and SIGHUP (a terminal that is closed) with 129, whatever the program is doing.
 
 Programs call :func:`catch_interrupts` before they import anything heavy: an interrupt then ends the process at once, since
 there is nothing to clean up. Inside :func:`interruptible` it is a ``KeyboardInterrupt``, so that files and threads are
@@ -25,11 +25,11 @@ from typing import Any, Literal, NoReturn
 from autohete.collector import collect_rarely
 
 #: The line printed when these signals end the program. The exit code is what a shell reports for a killed program.
-_ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
 class _Handler:
-    """Handles SIGINT and SIGTERM."""
+    """Handles SIGINT, SIGTERM and SIGHUP."""
 
     def __init__(self, program: str) -> None:
         self.program = program
@@ -40,7 +40,7 @@ class _Handler:
         self._process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and os.getpid() != self._process:  # a forked child; its parent expects it to die
+        if number != signal.SIGINT and os.getpid() != self._process:  # a forked child; its parent expects it to die
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.interrupted:
@@ -76,7 +76,7 @@ class _Handler:
 
 
 def catch_interrupts(program: str, instead_of: object = signal.default_int_handler) -> _Handler | None:
-    """Let SIGINT and SIGTERM end this process as described above, and return the handler.
+    """Let SIGINT, SIGTERM and SIGHUP end this process as described above, and return the handler.
 
     Returns None if SIGINT is not handled by Python or ``instead_of``: it is ignored, as in a background job, or handled
     elsewhere.
@@ -89,14 +89,15 @@ def catch_interrupts(program: str, instead_of: object = signal.default_int_handl
     made = _Handler(program)
     sys.excepthook, sys.unraisablehook = made.uncaught, made.unraisable
     signal.signal(signal.SIGINT, made)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, made)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, made)
     return made
 
 
 @contextmanager
 def interruptible(program: str) -> Iterator[None]:
-    """Clean up when interrupted, then exit with code 130 or 143. Other exceptions propagate."""
+    """Clean up when interrupted, then exit with code 130, 143 or 129. Other exceptions propagate."""
     handler = catch_interrupts(program)
     if handler is None:
         yield

@@ -231,7 +231,8 @@ class SavingOptions:
     Parameters
     ----------
     save:
-        Folder for checkpoints. SIGINT and SIGTERM (Ctrl-C, kill) save one before the program ends, and so does the last step.
+        Folder for checkpoints. SIGINT, SIGTERM and SIGHUP (Ctrl-C, kill, a closed terminal) save one before the program ends,
+        and so does the last step.
     save_every:
         Also save after this many steps, again and again; the last three checkpoints stay.
     resume:

@@ -376,7 +376,10 @@ def test_a_training_that_does_not_fit_its_checkpoints_is_refused(folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
+)
 def test_a_signal_saves_before_the_end(number: signal.Signals, code: int, word: str, folder: Path) -> None:
     """After Ctrl-C or kill, the last step is saved, and training continues to the bits of one that was never cut."""
     saved = folder.parent / "saved"

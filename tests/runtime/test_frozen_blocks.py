@@ -206,6 +206,9 @@ def test_frozen_parameters_are_read_and_written_between_steps(policy: str) -> No
         with pytest.raises(InputError, match=r"embedding\.weight\.requires_grad has become True"):
             trainer.step((tokens_of(1), tokens_of(1)))
         trained.embedding.weight.requires_grad = False
+        for wanted in (False, True):  # as in ``disable_adapter`` of PEFT
+            for block in trained.blocks:
+                block.a.down.requires_grad_(wanted)
         found.append(trainer.step((tokens_of(1), tokens_of(1))))
     assert found == [*expected, loss(again(tokens_of(1)), tokens_of(1)).item()]
 
