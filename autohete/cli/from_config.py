@@ -70,8 +70,9 @@ def _with(question: Question, training: Mapping[str, Any], path: str) -> Any:
 
 
 def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
-    """Simulate the configuration, and compare it with the plans of the answer."""
+    """Simulate the configuration, and compare it with the plans of the answer, in frameworks whose kernels it is of."""
     from autohete.answer.policies import Judged
+    from autohete.frameworks import FRAMEWORKS, kernels_of
     from autohete.frameworks.advice import Advice
 
     now = Judged(answer.profile, (read.policy,))()
@@ -86,10 +87,13 @@ def advise(file: str, read: ReadConfig, answer: Answer) -> Advice:
     changes = () if deepspeed is None else _changes(read, answer, now, deepspeed)
     if deepspeed is not None and changes:  # a share that is rounded in a file can be slower than the plan, with the same keys
         advice = replace(advice, better=deepspeed.name, then=_speed(deepspeed), changes=changes)
-    any_ = _faster(answer, deepspeed or now, ())
+    workload = answer.profile.workload
+    alike = tuple(each.name for each in FRAMEWORKS if kernels_of(each, workload) is workload.kernels)
+    any_ = _faster(answer, deepspeed or now, alike)
     if any_ is None:
         return advice
-    return replace(advice, fastest=any_.name, at_best=_speed(any_), runs_in=any_.runs_in)
+    runs_in = tuple(name for name in any_.runs_in if name in alike)
+    return replace(advice, fastest=any_.name, at_best=_speed(any_), runs_in=runs_in)
 
 
 def _speed(of: Candidate) -> AdvisedSpeed:
@@ -99,12 +103,10 @@ def _speed(of: Candidate) -> AdvisedSpeed:
 
 
 def _faster(answer: Answer, than: Candidate, frameworks: tuple[str, ...]) -> Candidate | None:
-    """The fastest candidate that one of the frameworks (none: any) can run, if it is faster by more than noise."""
+    """The fastest candidate that one of the frameworks can run, if it is faster by more than noise."""
     from autohete.answer import NOISE
 
-    able = [
-        each for each in answer.candidates if each.fits and ({*frameworks} & {*each.runs_in} if frameworks else each.runs_in)
-    ]
+    able = [each for each in answer.candidates if each.fits and {*frameworks} & {*each.runs_in}]
     best = min(able, key=lambda each: each.seconds_per_token, default=None)
     return best if best is not None and best.seconds_per_token < than.seconds_per_token * (1 - NOISE) else None
 

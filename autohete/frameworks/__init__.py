@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from autohete.errors import InputError, unknown_name
 from autohete.frameworks.deepspeed import DeepSpeedFiles
-from autohete.frameworks.framework import Decided, Framework, ModelFiles, as_run
+from autohete.frameworks.framework import Decided, Framework, ModelFiles, as_run, kernels_of
 from autohete.frameworks.fsdp2 import Fsdp2Files
 from autohete.frameworks.llamafactory import LlamaFactoryFiles
 from autohete.frameworks.megatron import MegatronFiles
@@ -20,7 +20,17 @@ from autohete.frameworks.torchtitan import TorchtitanFiles
 from autohete.frameworks.torchtune import TorchtuneFiles
 from autohete.frameworks.transformer_engine import TransformerEngineFiles
 
-__all__ = ["FRAMEWORKS", "Decided", "Framework", "ModelFiles", "as_run", "named_frameworks", "refusal", "runs_in"]
+__all__ = [
+    "FRAMEWORKS",
+    "Decided",
+    "Framework",
+    "ModelFiles",
+    "as_run",
+    "kernels_of",
+    "named_frameworks",
+    "refusal",
+    "runs_in",
+]
 
 #: In the order of preference for a plan that several of them run.
 FRAMEWORKS: tuple[Framework, ...] = (

@@ -181,16 +181,22 @@ class Abilities:
                 raise InputError(f"is written here without {what}")
 
 
-def as_run(framework: Framework, workload: Workload) -> Workload:
-    """Return the workload with the kernels of the framework, and adapters as its files hold them.
+def kernels_of(framework: Framework, workload: Workload) -> Kernels:
+    """Return what computes the workload's blocks in the framework's files.
 
     Models of ``transformers`` compute attention eagerly whose scores have a cap or a sink, which PyTorch's fused attention does
     not know (5.23: ``_attn_implementation`` of Gemma 2 and gpt-oss is ``eager``, of all others here ``sdpa``).
     """
+    if isinstance(workload, TracedWorkload) or framework.kernels not in EAGER_KERNELS:
+        return framework.kernels
     mixers = [workload.block(unit).mixer for unit in range(1, workload.unit_count - 1)]
     eagerly = any(isinstance(one, Attention) and (one.soft_cap or one.sinks) for one in mixers)
-    kernels = Kernels.EAGER if eagerly and framework.kernels in EAGER_KERNELS else framework.kernels
-    return framework.abilities.held(replace(workload, kernels=kernels))
+    return Kernels.EAGER if eagerly else framework.kernels
+
+
+def as_run(framework: Framework, workload: Workload) -> Workload:
+    """Return the workload with the kernels of the framework, and adapters as its files hold them."""
+    return framework.abilities.held(replace(workload, kernels=kernels_of(framework, workload)))
 
 
 def check_published(decided: Decided, names: Collection[str]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from autohete.analysis.bounds import period_bounds
 from autohete.answer import NOISE, Answer, Budget, Candidate, Gain, Interval, Need, Offloading
-from autohete.frameworks import FRAMEWORKS
+from autohete.frameworks import FRAMEWORKS, kernels_of
 from autohete.plan import Activations, UnitPlan
 from autohete.plan.policy import Verdict
 from autohete.printable import printable
@@ -16,7 +17,7 @@ from autohete.schedule import GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY
 from autohete.simulate import Simulation
 from autohete.simulate.largest import Largest
 from autohete.simulate.summary import Summary, UnitTraining, described_blocks, proven_within, training_of
-from autohete.workload import Units
+from autohete.workload import Kernels, Units
 
 WIDTH = 80
 #: Columns for the name of a policy; longer flags are on a line of their own.
@@ -465,10 +466,15 @@ def _assumed(answer: Answer) -> Iterator[str]:
 def _other_kernels(answer: Answer) -> Iterator[str]:
     """Say which frameworks run the plans shown with other kernels than those of the times."""
     runs = {name for each in answer.candidates if each.fits for name in each.runs_in}
-    now, others = answer.profile.workload.kernels, [each for each in FRAMEWORKS if each.name in runs]
-    for kernels in dict.fromkeys(each.kernels for each in others if each.kernels is not now):
-        names = ", ".join(each.name for each in others if each.kernels is kernels)
-        yield f"times are of {now} kernels, but {names} run {kernels} ones: give --kernels {kernels} for their times"
+    workload, by_kernels = answer.profile.workload, defaultdict[Kernels, list[str]](list)
+    for framework in FRAMEWORKS:
+        if framework.name in runs:
+            by_kernels[kernels_of(framework, workload)].append(framework.name)
+    now = workload.kernels
+    for kernels, names in by_kernels.items():
+        if kernels is not now:
+            run = f"{', '.join(names)} {'run' if len(names) > 1 else 'runs'} {kernels} ones"
+            yield f"times are of {now} kernels, but {run}: give --kernels {kernels} for their times"
 
 
 def _value(value: object) -> str:

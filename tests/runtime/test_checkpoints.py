@@ -341,7 +341,7 @@ def test_a_hostile_state_changes_nothing(fault: str, after_prepare: bool, folder
     with trainer_of("resident") as trainer:
         if after_prepare:
             prepared(trainer)
-        before = {name: value.clone() for name, value in trainer._partition.model.state_dict().items()}
+        before = {name: value.clone() for name, value in trainer._model.state_dict().items()}
         with pytest.raises(InputError):
             trainer.load_state_dict(state)
-        assert all(torch.equal(value, before[name]) for name, value in trainer._partition.model.state_dict().items())
+        assert all(torch.equal(value, before[name]) for name, value in trainer._model.state_dict().items())

@@ -51,7 +51,7 @@ def steps(trainer: Trainer, begin: int, end: int) -> list[float]:
     for step in range(begin, end):
         if step < BEFORE:
             trainer.optimizer.param_groups[0]["lr"] = rate(step)
-        for buffer in trainer._partition.model.buffers():
+        for buffer in trainer._model.buffers():
             buffer += 0.1
         losses.append(trainer.step(batches(SMALL, BEFORE + AFTER)[step]) + random.random() + float(np.random.rand()))
     return losses
@@ -81,7 +81,7 @@ def uninterrupted(policy: str) -> Result:
 
 
 def trainer_buffers(trainer: Trainer) -> list[Tensor]:
-    return [buffer.clone() for buffer in trainer._partition.model.buffers()]
+    return [buffer.clone() for buffer in trainer._model.buffers()]
 
 
 @cache
@@ -224,7 +224,7 @@ def test_weights_changed_after_loading_take_effect() -> None:
                 prepared(trainer)
             trainer.load_state_dict(read(saved("resident")))
             with torch.no_grad():
-                trainer._partition.model.head.norm.weight.mul_(1.25)  # type: ignore[union-attr, operator]
+                trainer._model.head.norm.weight.mul_(1.25)  # type: ignore[union-attr, operator]
             steps(trainer, BEFORE, BEFORE + 1)
             return trainer.parameters()
 
