@@ -271,7 +271,9 @@ class Guard:
             if func in _NOTHING_TO_DO:
                 return None
             if func in _FLAGS:
-                self.wait()
+                wanted = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+                if wanted != args[0].requires_grad:
+                    self.wait()
                 return _call(func, types, args, kwargs)
             for tensor in found:
                 tensor.guard._expose(tensor)

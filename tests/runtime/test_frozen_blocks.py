@@ -208,7 +208,7 @@ def test_frozen_parameters_are_read_and_written_between_steps(policy: str) -> No
         trained.embedding.weight.requires_grad = False
         for wanted in (False, True):  # as in ``disable_adapter`` of PEFT
             for block in trained.blocks:
-                block.a.down.requires_grad_(wanted)
+                block.get_submodule("a.down").requires_grad_(wanted)
         found.append(trainer.step((tokens_of(1), tokens_of(1))))
     assert found == [*expected, loss(again(tokens_of(1)), tokens_of(1)).item()]
 

@@ -544,9 +544,6 @@ REFUSED: dict[str, tuple[str, Callable[[GPT], object]]] = {
     "register_hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_hook(print)),  # type: ignore[no-untyped-call]
     "post hook": ("cannot have a hook", lambda m: m.head.norm.weight.register_post_accumulate_grad_hook(print)),  # type: ignore[no-untyped-call]
     "backward": ("backward reaches parameters", lambda m: own_backward(m)),
-    "requires_grad": ("requires_grad cannot become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
-    "requires_grad_": ("requires_grad cannot become False", lambda m: m.requires_grad_(False)),
-    "requires_grad_ by name": ("cannot become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),  # type: ignore[call-arg]
     "half": ("float32 and cannot become .* of torch.float16", lambda m: m.half()),
     "to": ("only values can change", lambda m: m.to(torch.bfloat16)),
     "shape": (r"cannot become \(3,\)", lambda m: setattr(m.head.norm.weight, "data", torch.zeros(3))),
@@ -594,6 +591,9 @@ CHANGES: dict[str, tuple[str, Callable[[GPT], object]]] = {
     "forward hook": (r"registered on blocks\.0\.up", lambda m: m.blocks[0].up.register_forward_hook(lambda *_: None)),  # type: ignore[union-attr]
     "pre-hook": ("registered on the model", lambda m: m.register_forward_pre_hook(lambda *_: None)),
     "backward hook": ("registered on head", lambda m: m.head.register_full_backward_hook(lambda *_: None)),
+    "requires_grad": ("requires_grad has become False", lambda m: setattr(m.head.norm.weight, "requires_grad", False)),
+    "requires_grad_": ("requires_grad has become False", lambda m: m.requires_grad_(False)),
+    "requires_grad_ by name": ("has become False", lambda m: m.head.norm.weight.requires_grad_(requires_grad=False)),  # type: ignore[call-arg]
 }
 
 
@@ -615,6 +615,18 @@ def test_a_global_hook_is_refused_until_it_is_removed() -> None:
             trainer.step(batches(SMALL, 1)[0])
         hook.remove()
         trainer.step(batches(SMALL, 1)[0])
+
+
+def test_what_is_trained_may_change_until_the_next_step() -> None:
+    """As in PEFT's ``disable_adapter``: flags that are changed back change no bit."""
+    (ids, _), *_ = batches(SMALL, 1)
+
+    def between(model: GPT, step: int) -> None:
+        model.requires_grad_(False)
+        assert not model(ids).requires_grad
+        model.requires_grad_(True)
+
+    assert same(by_trainer(SMALL, "stronghold:window=1", between), plainly(SMALL, between))
 
 
 def test_gradients_from_before_never_enter() -> None:
