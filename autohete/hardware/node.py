@@ -215,7 +215,7 @@ class Place:
 
     def within(self, limit: float) -> Place:
         """Return the place of a host whose memory is read and written at ``limit`` bytes/s."""
-        if self.beside == "gpu":
+        if self.beside == "gpu" or max(self.read_bandwidth, self.write_bandwidth) <= limit:
             return self
         return replace(self, read_bandwidth=min(limit, self.read_bandwidth), write_bandwidth=min(limit, self.write_bandwidth))
 

@@ -34,6 +34,7 @@ class Shards:
         self._comes_and_goes = [
             unit.parameters.leaves or stage == 3 for unit, stage in zip(plan.units, self._stages, strict=True)
         ]
+        self._beside_gpu = (*profile.hardware.beside_gpu, *plan.lenders)
         #: By a unit's plan and the identity of its profile: units that are alike share one entry.
         self._sizes: dict[tuple[UnitPlan, int], UnitSizes] = {}
 
@@ -71,7 +72,7 @@ class Shards:
             activation_bytes=profile.units[unit].activation_bytes,
             saved=_saved_sizes(profile.units[unit].saved),
             results=_saved_sizes(profile.units[unit].results),
-            beside_gpu=(*profile.hardware.beside_gpu, *self._plan.lenders),
+            beside_gpu=self._beside_gpu,
         )
 
     def saved_parts(self, unit: int) -> tuple[SavedPart, ...]:

@@ -17,7 +17,7 @@ from autohete.plan.dealt import DealtStage, DealtStages
 from autohete.plan.recomputation import Recomputation, Recomputations, recomputations
 from autohete.plan.routes import Activations, Format, Processor, Route, SavedRoute, UnitPlan, Update
 from autohete.plan.rules import Barrier, Rule
-from autohete.schedule import GPU_MEMORY, HOST_MEMORY, lending_rank
+from autohete.schedule import GPU_MEMORY, HOST_MEMORY, lending_rank, rank_home
 
 __all__ = [
     "Activations",
@@ -277,6 +277,8 @@ class Plan(Hashed):
             self._check_ranks()
         else:
             self._check_dealt(self.dealt)
+        if lenders := self.lenders:
+            self._check_lenders(lenders)
         if self.sums_in_fp32 and not (
             self.is_pipeline and all(unit.update.on is Processor.GPU and unit.gradients == Route() for unit in self.units)
         ):
@@ -299,28 +301,27 @@ class Plan(Hashed):
             )
         if self.is_pipeline and (self.delayed or self.slots is not None):
             raise InputError("stages of a pipeline neither delay updates nor have slots: leave delayed and slots out")
-        for i, unit in enumerate(self.units):
-            self._check_lenders(i, unit)
         if stays := [i for i, unit in enumerate(self.units) if unit.parameters.stays_for_batches]:
             raise InputError(
                 f"parameters of unit {stays[0]} stay for all micro-batches of a stage, but no stages are dealt: leave "
                 "stays_for_batches out, or give dealt"
             )
 
-    def _check_lenders(self, place: int, unit: UnitPlan) -> None:
-        """Only what forward keeps rests in the memory of another rank."""
-        for route in (unit.parameters, unit.gradients, unit.states):
-            if lending_rank(route.home) is not None:
+    def _check_lenders(self, lenders: tuple[str, ...]) -> None:
+        """Only what forward keeps rests in the memory of another rank, which has stages of its own."""
+        for place, unit in enumerate(self.units):
+            if {unit.parameters.home, unit.gradients.home, unit.states.home}.intersection(lenders):
                 raise InputError(
-                    f"parameters, gradients or states of unit {place} rest in {route.home}, the memory of another rank: only "
-                    "what forward keeps can, so choose gpu, host, or a place of the hardware"
+                    f"parameters, gradients or states of unit {place} rest in the memory of another rank ({', '.join(lenders)}): "
+                    "only what forward keeps can, so choose gpu, host, or a place of the hardware"
                 )
-        for home in {*unit.homes} & {*self.lenders}:
-            if not self.is_pipeline or lending_rank(home) == unit.rank or (lending_rank(home) or 0) >= self.ranks:
-                own = f"is on rank {unit.rank} of {self.ranks}" if self.is_pipeline else "is on the one rank that there is"
-                raise InputError(
-                    f"what forward of unit {place} keeps rests in {home}, but the unit {own}: give another rank of a pipeline"
-                )
+            for home in {*unit.homes}.intersection(lenders):
+                if unit.rank is None or home == rank_home(unit.rank) or home not in map(rank_home, range(self.ranks)):
+                    own = f"on rank {unit.rank} of {self.ranks}" if unit.rank is not None else "on no rank of its own"
+                    raise InputError(
+                        f"what forward of unit {place} keeps rests in {home}, but the unit is {own}: give another rank of a "
+                        "pipeline"
+                    )
 
     def _check_dealt(self, dealt: DealtStages) -> None:
         """Between two stages of a rank nothing stays on the GPU but what the next one reads."""
@@ -384,7 +385,8 @@ class Plan(Hashed):
     @property
     def lenders(self) -> tuple[str, ...]:
         """The homes that are the memory of a rank, for others."""
-        return tuple(sorted({home for unit in self.units for home in unit.homes if lending_rank(home) is not None}))
+        homes = {home for unit in self.units for home in unit.homes}
+        return tuple(sorted(home for home in homes if lending_rank(home) is not None))
 
     def batches(self, gpus: int) -> int:
         """The number of batches that ``gpus`` GPUs train at a time: one each, but the ranks of a pipeline share one."""

@@ -740,7 +740,7 @@ def test_values_rest_on_ranks_of_a_pipeline_only() -> None:
     ):
         with pytest.raises(InputError, match=message):
             plan_of(*units, *[UnitPlan()] * (5 - len(units)))
-    with pytest.raises(InputError, match="on the one rank that there is"):
+    with pytest.raises(InputError, match="the unit is on no rank of its own"):
         Plan("by hand", (UnitPlan(), keeps, UnitPlan()))
     plan, profile = plan_of(UnitPlan(), keeps, *[UnitPlan()] * 3), profile_with(PLENTY, 3, gpus=2)
     assert lower(profile, plan).memories
