@@ -312,8 +312,8 @@ class Plan(Hashed):
         for place, unit in enumerate(self.units):
             if {unit.parameters.home, unit.gradients.home, unit.states.home}.intersection(lenders):
                 raise InputError(
-                    f"parameters, gradients or states of unit {place} rest in the memory of a rank ({', '.join(lenders)}): only "
-                    "what forward keeps can, so choose gpu, host, or a place of the hardware"
+                    f"parameters, gradients or states of unit {place} rest in the memory of a rank ({', '.join(lenders)}): "
+                    "only what forward keeps can, so choose gpu, host, or a place of the hardware"
                 )
             for home in {*unit.homes}.intersection(lenders):
                 if unit.rank is None or home == rank_home(unit.rank) or home not in map(rank_home, range(self.ranks)):
