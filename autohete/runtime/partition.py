@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -274,7 +275,7 @@ def _check_wrapping(model: nn.Module) -> None:
             raise InputError(f"{where} is a {kind}, which cannot stop at its blocks: give the original module")
         if kind in _WRAPPERS:
             raise InputError(f"{where} is wrapped in {kind}, which makes its own copies or shards: give its .module")
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise InputError(
                 f"{where} is compiled, and compiled code cannot stop at the blocks, nor can its memory be counted: give the "
                 "original module (_orig_mod)"
@@ -288,12 +289,15 @@ def _check_wrapping(model: nn.Module) -> None:
 
 def is_compiled(function: object) -> bool:
     """Whether ``torch.compile`` has made a function or module."""
-    return "_orig_mod" in getattr(function, "_modules", ()) or hasattr(function, "_torchdynamo_orig_callable")
+    if isinstance(function, nn.Module):
+        return "_orig_mod" in function._modules or function._compiled_call_impl is not None
+    # Other objects, such as ``torch.ops``, may have any attribute.
+    return isinstance(function, (FunctionType, MethodType)) and hasattr(function, "_torchdynamo_orig_callable")
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[str]:
     """The names of compiled functions that a module has as attributes, or that its forward names."""
-    yield from (name for name, value in vars(module).items() if callable(value) and is_compiled(value))
+    yield from (name for name, value in vars(module).items() if is_compiled(value))
     forward = module.forward
     if is_compiled(forward):
         yield "forward"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.reference import model_for
 from support.small import SMALL
-from torch import Tensor, nn
+from torch import Tensor, nn, ops
 
 from autohete import Trainer
 from autohete.errors import InputError
@@ -87,11 +87,21 @@ class _Doubling(nn.Module):
         return _doubled(x)
 
 
+class _Summing(nn.Module):
+    """Names ``torch.ops``, which has any attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = ops.aten.add(x, x)
+        return found
+
+
 @pytest.mark.parametrize("attribute", [True, False])
 def test_compiled_functions_in_a_model_are_refused(*, attribute: bool) -> None:
     """They would run uncompiled, with other bits: as attributes of a module, or where its forward names them."""
     model = model_for(SMALL)
     block = model.blocks[0]
+    block.summing = _Summing()
+    Trainer(model)  # is not compiled
     if attribute:
         vars(block)["act"] = torch.compile(torch.nn.functional.gelu, backend="eager")
     else:
