@@ -381,10 +381,15 @@ def test_a_training_that_does_not_fit_its_checkpoints_is_refused(folder: Path) -
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
 )
 def test_a_signal_saves_before_the_end(number: signal.Signals, code: int, word: str, folder: Path) -> None:
-    """After Ctrl-C or kill, the last step is saved, and training continues to the bits of one that was never cut."""
+    """After Ctrl-C, kill or the end of the terminal, the last step is saved, and training continues to the bits of one that was
+    never cut.
+    """
     saved = folder.parent / "saved"
+    # nohup, under which these tests may run, would let the signal be ignored.
+    heard = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-m", "autohete", *line(folder, save=str(saved), save_every="5", steps="1000000")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    begun = [sys.executable, "-c", heard, *command]
+    process = subprocess.Popen(begun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
         deadline = time.monotonic() + 120
         while not list(saved.glob("0*")) and time.monotonic() < deadline and process.poll() is None:

@@ -33,10 +33,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no policy": ({"policy": None}, "policy is None"),
     "a policy without plan": ({"policy": 3}, "policy is 3"),
     "a loss that is a string": ({"loss": "cross_entropy"}, "loss is 'cross_entropy': give a function"),
-    "a compiled loss": (
-        {"loss": torch.compile(torch.nn.functional.cross_entropy, backend="eager")},
-        "the loss is compiled, and would run uncompiled here",
-    ),
     "no loss": ({"loss": None}, "loss is None"),
     "blocks as a module": ({"blocks": nn.ModuleList()}, "blocks is of type ModuleList: give the name"),
     "device as torch.device": ({"device": torch.device("cuda")}, r"device is device\(type='cuda'\): give the text"),
@@ -75,13 +71,12 @@ def test_models_that_cannot_be_trained_are_refused() -> None:
             Trainer(model)  # type: ignore[arg-type]
 
 
-@torch.compile(backend="eager")
 def _doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
 class _Doubling(nn.Module):
-    """Calls a compiled function of its module."""
+    """Calls a function of its module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _doubled(x)
@@ -96,16 +91,21 @@ class _Summing(nn.Module):
 
 
 @pytest.mark.parametrize("attribute", [True, False])
-def test_compiled_functions_in_a_model_are_refused(*, attribute: bool) -> None:
-    """They would run uncompiled, with other bits: as attributes of a module, or where its forward names them."""
+def test_compiled_functions_are_refused(*, attribute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would run uncompiled, with other bits: as the loss, as attributes of a module, or where its forward names them."""
     model = model_for(SMALL)
+    compiled = torch.compile(_doubled, backend="eager")
+    with pytest.raises(InputError, match="the loss is compiled, and would run uncompiled here"):
+        Trainer(model, loss=compiled)
     block = model.blocks[0]
     block.summing = _Summing()
     Trainer(model)  # is not compiled
     if attribute:
-        vars(block)["act"] = torch.compile(torch.nn.functional.gelu, backend="eager")
+        vars(block)["act"] = compiled
     else:
         block.doubling = _Doubling()
+        Trainer(model)
+        monkeypatch.setitem(globals(), "_doubled", compiled)
     named = "act" if attribute else "_doubled"
     with pytest.raises(InputError, match=f"calls {named}, which is compiled"):
         Trainer(model)
