@@ -49,7 +49,7 @@ LOOKS = {
     "pipeline": SystemLook("pipeline", GREY, "|", "-."),
     "flashneuron": SystemLook("FlashNeuron", SAND, "s", "-."),
     "pipeline_offload": SystemLook("pipeline with offload", GREY, "_", ":"),
-    "mpress": SystemLook("MPress", GREY, "x", "--"),
+    "mpress": SystemLook("MPress", GREY, ".", "--"),
     "harmony": SystemLook("Harmony", TEAL, "+", ":"),
     "mobius": SystemLook("Mobius", TEAL, ">", "-."),
     "roundpipe": SystemLook("RoundPipe", TEAL, "1", "-."),
