@@ -62,7 +62,8 @@ def every_rank(schedule: Schedule, hardware: Hardware) -> Schedule:
     )
 
 
-def _numbered(name: str, number: int) -> str:
+def numbered(name: str, number: int) -> str:
+    """The name of a rank's lane or memory, or of a node's: that of the first has no number."""
     return f"{name}.{number}" if number else name
 
 
@@ -88,12 +89,12 @@ class Ranks:
     def memory(self, name: str, rank: int) -> str:
         """The memory of a GPU: its own, that of its node, or that of the rank which is the home of its values."""
         if (lender := lending_rank(name)) is not None:
-            return _numbered(GPU_MEMORY, lender)
-        return _numbered(name, rank if name in self._own else rank // self._of_node)
+            return numbered(GPU_MEMORY, lender)
+        return numbered(name, rank if name in self._own else rank // self._of_node)
 
     def lane_name(self, name: str, rank: int) -> str:
         """The name of a lane of a GPU; all that do the same have that of collectives in common."""
-        return name if name == self._lane_of_all else _numbered(name, rank)
+        return name if name == self._lane_of_all else numbered(name, rank)
 
     def lanes(self, lanes: Iterable[Lane]) -> tuple[Lane, ...]:
         """The lanes of all GPUs, each between the memories of its GPU."""
@@ -139,8 +140,8 @@ class Ranks:
         for memory in memories:
             shared = 1 if memory.name in self._own else self._of_node
             for number in range(len(self.all) // shared):
-                part = None if memory.part_of is None else _numbered(memory.part_of, number)
-                copies.append(Memory(_numbered(memory.name, number), memory.capacity_bytes * shared, part))
+                part = None if memory.part_of is None else numbered(memory.part_of, number)
+                copies.append(Memory(numbered(memory.name, number), memory.capacity_bytes * shared, part))
         return tuple(copies)
 
     def flows(self, flows: Sequence[Flow]) -> tuple[Flow, ...]:
@@ -159,6 +160,6 @@ class Ranks:
             shared = 1 if resource.name in {LINK, MULTIPROCESSORS, CPU_BESIDE_GPU, *self._own} else self._of_node
             for number in range(len(self.all) // shared):
                 lanes = [self.lane_name(lane, number * shared + r) for r in range(shared) for lane in resource.lanes]
-                name, capacity = _numbered(resource.name, number), resource.capacity * shared
+                name, capacity = numbered(resource.name, number), resource.capacity * shared
                 copies.append(replace(resource, name=name, capacity=capacity, lanes=tuple(lanes)))
         return tuple(copies)

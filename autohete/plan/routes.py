@@ -86,7 +86,8 @@ class Route:
     released after its use unless it stays. What rests in a place behind the host is copied through pinned host memory.
 
     Args:
-        home: ``gpu``, ``host``, or the name of a place of the hardware.
+        home: ``gpu``, ``host``, or the name of a place of the hardware; of activations also ``rank3``, the memory of that rank
+            of a pipeline.
         ahead: how early a fetch may run: how many GPU passes before the one that needs the value it may overlap; 0:
             synchronous. For optimizer states: how many others, or parts of others, may be in flight.
         carried: format of the copies to the GPU of parameters, and of those to the host of gradients; of no other value.

@@ -17,13 +17,13 @@ Decided here:
   are recomputed instead, the last ones first, because what comes back takes memory while the rank computes.
 - Of the ranks that lend, of the same node and with memory left for what the pipeline keeps of the block, the one with the most
   left lends.
-- Ranks have the most blocks alike; copies leave after the forwards of a stage and come back with its backwards before
-  (:class:`ActivationsByTurns <autohete.plan.rules.ActivationsByTurns>`, as in ``pipeline_offload``).
-- GPUs that do not copy to each other directly, such as GeForce cards, have two ways only.
+- Copies to and fro run beside the passes of other micro-batches, as in ``pipeline_offload``
+  (:class:`ActivationsByTurns <autohete.plan.rules.ActivationsByTurns>`).
+- GPUs that do not copy to each other directly, such as GeForce cards, have only the host and recomputation.
 - If recomputing all blocks is faster, as where passes wait for memory, that is the plan.
 
-Differences: MPress splits tensors over several links of a GPU, as DGX-1 has them; here a copy takes all of the interconnect.
-Stages that are sent take nothing from it.
+Differences: MPress splits tensors over several links of a GPU, as DGX-1 has them; here a copy has the whole bandwidth of the
+interconnect. Transfers between stages take none of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autohete.analysis.ranks import numbered
 from autohete.errors import check_fields
-from autohete.plan import Activations, PassOrder, Plan, Route
+from autohete.plan import Activations, PassOrder, Plan
 from autohete.plan.policy import Judge, better
 from autohete.plan.rules import ActivationsByTurns
 from autohete.policies.pipeline import Pipeline
+from autohete.policies.pipeline_offload import route_by_turns
 from autohete.profile import Profile
 from autohete.schedule import GPU_MEMORY, HOST_MEMORY, rank_home
 
@@ -67,12 +69,13 @@ class MPress:
 
     def plan(self, profile: Profile, judge: Judge) -> Plan:
         """See :class:`autohete.plan.policy.Policy`. If nothing fits, returns the plan with the lowest GPU peak."""
-        staying = replace(self._pipeline().plan_for(profile, Activations.KEEP), policy="mpress")
+        staying, recomputed = (
+            replace(self._pipeline().plan_for(profile, every), policy="mpress")
+            for every in (Activations.KEEP, Activations.RECOMPUTE)
+        )
         if staying.ranks == 1:
             return staying
-        recomputed = [replace(unit, activations=Activations.RECOMPUTE) for unit in staying.units[1:-1]]
-        all_again = replace(staying, units=(staying.units[0], *recomputed, staying.units[-1]))
-        return better((_Planner(profile, staying, judge).plan(), all_again), judge)
+        return better((_Planner(profile, staying, judge).plan(), recomputed), judge)
 
     def _pipeline(self) -> Pipeline:
         return Pipeline(
@@ -98,7 +101,7 @@ class _Planner:
     def plan(self) -> Plan:
         """The plan in which each rank that lacks memory decides for as few blocks as it has to.
 
-        Ranks hardly change the memory of each other, so all are halved at once, and each judged plan tells something of each.
+        Ranks hardly affect each other's memory, so each judged plan is a step of a binary search for all of them.
         """
         capacity = self._profile.hardware.gpu_capacity_bytes
         low = [0] * self._staying.ranks
@@ -115,7 +118,9 @@ class _Planner:
         return [unit for unit in stage if 0 < unit < last and not self._profile.units[unit].is_frozen]
 
     def _decided(self, steps: Sequence[int]) -> Plan:
-        """The plan after so many steps of each rank: the first ones decide for a block each, and then each recomputes one."""
+        """The plan after so many steps of each rank: each of the first ones decides for another block, and each later one
+        recomputes a block instead, the last one first.
+        """
         left, ways = dict(self._left), list[tuple[int, str | None]]()
         for rank, taken in enumerate(steps):
             blocks = self._blocks(rank)
@@ -127,11 +132,12 @@ class _Planner:
     def _with(self, ways: Iterable[tuple[int, str | None]]) -> Plan:
         """The plan in which the activations of some units have another home; None: they are recomputed."""
         units = list(self._staying.units)
-        ahead = 4 * len(units) * self._profile.workload.micro_batches  # more passes than there are: the rule says when to copy
         for unit, home in ways:
             one = units[unit]
             units[unit] = (
-                replace(one, kept=Route(home, ahead=ahead)) if home else replace(one, activations=Activations.RECOMPUTE)
+                replace(one, activations=Activations.RECOMPUTE)
+                if home is None
+                else replace(one, kept=route_by_turns(home, self._profile))
             )
         leaving = any(unit.activations_leave for unit in units)
         rules = (*self._staying.rules, *([ActivationsByTurns()] if leaving else []))
@@ -140,7 +146,7 @@ class _Planner:
     def _peaks(self, plan: Plan) -> list[int]:
         """Peak occupancy of each rank's GPU."""
         peaks = self._judge(plan).peaks
-        return [peaks.get(f"{GPU_MEMORY}.{rank}" if rank else GPU_MEMORY, 0) for rank in range(plan.ranks)]
+        return [peaks.get(numbered(GPU_MEMORY, rank), 0) for rank in range(plan.ranks)]
 
     def _ways(self, rank: int, blocks: Iterable[int], left: dict[int, int]) -> Iterator[tuple[int, str | None]]:
         """The cheapest way of each block, in order. Takes what is lent from ``left``."""

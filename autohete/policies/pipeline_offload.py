@@ -97,12 +97,21 @@ class PipelineOffload:
         return Pipeline(chunks=self.chunks, ranks=self.ranks, zero_stage=self.zero_stage, fp32_sums=self.fp32_sums)
 
 
+def route_by_turns(home: str, profile: Profile) -> Route:
+    """The route of activations whose copies wait for nothing but :class:`~autohete.plan.rules.ActivationsByTurns`.
+
+    Args:
+        home: where they rest.
+        profile: of which no pipeline has as many passes as a copy back may be ahead.
+    """
+    return Route(home, ahead=4 * len(profile.units) * profile.workload.micro_batches)
+
+
 def _offloading(plan: Plan, profile: Profile, percent: int) -> Plan:
     """``plan`` with a fraction of what all blocks save on the host, but for those of the last stage."""
     if not percent:
         return plan
-    passes = 4 * len(plan.units) * profile.workload.micro_batches  # more than there are: the rule says when copies begin
-    route = Route(HOST_MEMORY, ahead=passes)
+    route = route_by_turns(HOST_MEMORY, profile)
     units = [
         _leaving(unit, profile.units[i], route, percent) if 0 < i < plan.stages[-1].start else unit
         for i, unit in enumerate(plan.units)

@@ -282,8 +282,8 @@ def _check_wrapping(model: nn.Module) -> None:
             )
         if compiled := next(_compiled_functions(module), ""):
             raise InputError(
-                f"{where} calls {compiled}, which is compiled, and would run uncompiled here, with other results than on its "
-                "own: give it the original function"
+                f"{where} calls {compiled}, which is compiled, and would run uncompiled here, so its results would differ: "
+                "use the original function"
             )
 
 

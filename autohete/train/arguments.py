@@ -72,7 +72,7 @@ def recipe_of(
         raise InputError(f"loss is {_named(loss)}: give a function of logits and targets, such as next_token_loss")
     if is_compiled(loss):
         raise InputError(
-            "the loss is compiled, and would run uncompiled here, with other results than on its own: give the original one"
+            "the loss is compiled, and would run uncompiled here, so its results would differ: give the original function"
         )
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise InputError(f"autocast is {autocast!r}: give torch.bfloat16 or torch.float16, or leave it out")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete.analysis.occupancy import occupancy
-from autohete.analysis.ranks import every_rank
+from autohete.analysis.ranks import every_rank, numbered
 from autohete.errors import InputError
-from autohete.hardware import Hardware, Interconnect, load_hardware
+from autohete.hardware import Hardware, Interconnect, Place, load_hardware
 from autohete.lowering import lower
 from autohete.plan import Plan, Processor, Route, UnitPlan, Update
 from autohete.policies import parse_policy
@@ -241,7 +241,7 @@ def test_one_gpu_stands_for_all(profile: Profile, data: st.DataObject) -> None:
     for span in all_.spans():
         assert (span.start_ns, span.end_ns) == told[str(span.task._replace(rank=0)), span.iteration]
     for rank in range(profile.hardware.gpus):
-        memory = f"{GPU_MEMORY}.{rank}" if rank else GPU_MEMORY
+        memory = numbered(GPU_MEMORY, rank)
         assert occupancy(all_, memory).peak_bytes == occupancy(single, GPU_MEMORY).peak_bytes
 
 
@@ -250,6 +250,17 @@ def test_every_rank_as_text() -> None:
     profile = profile_on(4)
     everyone = every_rank(lower(profile, planned("fsdp2_offload", profile)), profile.hardware)
     assert parse_schedule(str(everyone)) == everyone
+
+
+def test_lanes_of_a_place_are_of_the_same_rank() -> None:
+    """A place beside the GPU is there once for each rank, and its lanes copy between that and the rank's GPU."""
+    peer = replace(NODE, places=(Place("peer", 10**12, 5e10, 4e10, 1e-5, beside="gpu"),))
+    profile = profile_on(4, peer)
+    inner = [UnitPlan(kept=Route("peer"))] * (len(profile.units) - 2)
+    one = lower(profile, Plan("by hand", (UnitPlan(), *inner, UnitPlan())))
+    ends = {lane.name: lane.ends for lane in validate(every_rank(one, profile.hardware)).lanes}
+    assert (ends["peer_read"], ends["peer_write"]) == (("peer", "gpu"), ("gpu", "peer"))
+    assert (ends["peer_read.2"], ends["peer_write.2"]) == (("peer.2", "gpu.2"), ("gpu.2", "peer.2"))
 
 
 def test_every_rank_of_one() -> None:

@@ -718,6 +718,8 @@ def test_memory_is_lent_and_given_back(ranks: int, micro_batches: int, share: fl
     gpu = replace(hardware.gpu, memory_bytes=round(share * peak.gpu_peak_bytes), reserved_bytes=0)
     profile = replace(profile, hardware=replace(hardware, gpu=gpu))
     found = simulate_policy(profile, policy)
+    if found.verdict is Verdict.OK:
+        assert all(one.peak_bytes <= one.capacity_bytes for one in found.memories)
     schedule = validate(lower(profile, found.plan))
     sent, came = (
         Counter(task.id[1:4] for task in schedule.tasks if task.id.kind is kind)
@@ -728,6 +730,24 @@ def test_memory_is_lent_and_given_back(ranks: int, micro_batches: int, share: fl
     trace = SimExecutor().run(schedule, 3)
     assert check_trace(trace) == []
     assert (trace.start_ns == list_schedule(schedule, 3).start_ns).all()
+
+
+def test_ranks_that_borrow_of_one_share_its_interconnect() -> None:
+    """What two ranks write to a third at a time, each gets half of the bandwidth for."""
+    keeps = UnitPlan(kept=Route("rank2"))
+    units = (UnitPlan(), keeps, keeps, UnitPlan(), UnitPlan())
+    plan = Plan("by hand", tuple(replace(unit, rank=rank) for unit, rank in zip(units, (0, 0, 1, 2, 2), strict=True)))
+    schedule = lower(profile_with(PLENTY, 3, gpus=3), plan)
+    shared = {one.name: (one.capacity, set(one.lanes)) for one in schedule.resources if "gpu.2_" in one.name}
+    assert shared == {
+        "gpu.2_receives": (4e9, {"rank2_write", "rank2_write.1"}),
+        "gpu.2_sends": (4e9, {"rank2_read", "rank2_read.1"}),
+    }
+    assert {flow.lane: flow.demand for flow in schedule.flows if "rank2" in flow.lane} == dict.fromkeys(
+        ("rank2_read", "rank2_write", "rank2_read.1", "rank2_write.1"), 4e9
+    )
+    trace = SimExecutor().run(schedule, 2)
+    assert check_trace(trace) == []
 
 
 def test_values_rest_on_ranks_of_a_pipeline_only() -> None:
